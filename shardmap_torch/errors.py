@@ -101,6 +101,16 @@ def show_shape(dtype: object, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
+def counted(number: int, one: str, more: str) -> str:
+    """Formats a number of things.
+
+    Example:
+        >>> counted(1, "spec", "specs"), counted(2, "spec", "specs")
+        ('1 spec', '2 specs')
+    """
+    return f"{number} {one if number == 1 else more}"
+
+
 def read_names(value: object) -> tuple[str, ...] | None:
     """Reads one name, or a sequence or set of names; None where it is neither.
 

@@ -20,7 +20,7 @@ from shardmap_torch.core.tree import (
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.run.runtimes import runtime_of
-from shardmap_torch.spec import P
+from shardmap_torch.spec import P, longer
 
 X = TypeVar("X")
 
@@ -131,9 +131,7 @@ def _check_local(
         unknown = sorted(spec.named - set(mesh.axis_names))
         if unknown:
             problems.append(f"{leaf.path}: {spec!r} names {unknown}, which the mesh does not have")
-        if len(spec.entries) > leaf.value.ndim:
-            have = f"{len(spec.entries)} entries, but the value has {leaf.value.ndim} dims"
-            problems.append(f"{leaf.path}: {spec!r} has {have}")
+        problems += [f"{leaf.path}: {problem}" for problem in longer(spec, leaf.value.ndim)]
         if is_dtensor(leaf.value):
             problems.append(f"{leaf.path}: is a DTensor already; from_local takes local tensors")
     if problems:

@@ -5,7 +5,7 @@ from math import prod
 from typing import Final, TypeAlias
 
 from shardmap_torch.core.caching import memo
-from shardmap_torch.errors import SpecError
+from shardmap_torch.errors import SpecError, counted
 from shardmap_torch.types import AxisType, I, Partial, R, S
 
 Entry: TypeAlias = str | tuple[str, ...] | None
@@ -200,6 +200,22 @@ def _reject_repeats(spec: P) -> None:
         raise SpecError(f"{spec!r} names {', '.join(map(repr, twice))} more than once.")
 
 
+def longer(spec: P, ndim: int) -> list[str]:
+    """Explains that a spec has more entries than a tensor has dims.
+
+    Returns:
+        One sentence; none where it has not.
+
+    Example:
+        >>> longer(P("dp", "tp"), 1)
+        ["P('dp', 'tp') has 2 entries, but the value has 1 dim"]
+    """
+    if len(spec.entries) <= ndim:
+        return []
+    entries = counted(len(spec.entries), "entry", "entries")
+    return [f"{spec!r} has {entries}, but the value has {counted(ndim, 'dim', 'dims')}"]
+
+
 def mismatches(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
     """Explains why `spec` cannot shard a tensor of global `shape` over axes of these `sizes`.
 
@@ -210,8 +226,8 @@ def mismatches(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> lis
         >>> mismatches(P("tp"), (10,), {"tp": 4})
         ["dim 0 has size 10, which does not divide over 'tp' = 4 ranks (10 = 2*4 + 2)"]
     """
-    if len(spec.entries) > len(shape):
-        return [f"{spec!r} has {len(spec.entries)} entries, but the value has {len(shape)} dims"]
+    if too_long := longer(spec, len(shape)):
+        return too_long
     problems = []
     for dim, axes in spec.sharded_dims:
         counts = [sizes[axis] for axis in axes]

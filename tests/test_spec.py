@@ -110,7 +110,7 @@ def test_misfits_show_the_arithmetic_of_every_dim() -> None:
         "dim 0 has size 10, which does not divide over ('a', 'b') = 2*3 = 6 ranks (10 = 1*6 + 4)"
     ]
     assert mismatches(P("a", None), (2,), sizes) == [
-        "P('a', None) has 2 entries, but the value has 1 dims"
+        "P('a', None) has 2 entries, but the value has 1 dim"
     ]
     assert mismatches(P(("a", "b")), (0, 5), sizes) == []
 

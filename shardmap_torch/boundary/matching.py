@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from numbers import Number
 from typing import Any, Final
 
@@ -16,10 +16,10 @@ from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.dtensors import dtensor_class, is_dtensor
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
 from shardmap_torch.core.torch_private.engine import are_transforms_active, dispatch_mode_stack
-from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix
-from shardmap_torch.errors import SpecError, listing, show
+from shardmap_torch.core.tree import NAMESPACE, Mismatch, Placed, Tree, broadcast_prefix
+from shardmap_torch.errors import SpecError, counted, listing, show
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.spec import P, expanded, mismatches
+from shardmap_torch.spec import P, expanded, longer, mismatches
 
 Spec = P | None
 """The spec of one leaf; None passes any Python value as it is."""
@@ -111,7 +111,9 @@ def place_arguments(
     leaves: list[Placed[Spec] | Mismatch] = []
     names = _positional_names(signature, len(args))
     if isinstance(in_specs, tuple) and len(in_specs) < len(args) and not kwargs:
-        leaves.append(Mismatch("in_specs", f"has {len(in_specs)} specs for {len(args)} arguments"))
+        have = counted(len(in_specs), "spec", "specs")
+        passed = counted(len(args), "argument", "arguments")
+        leaves.append(Mismatch("in_specs", f"has {have} for {passed}"))
         return leaves
     for position, (name, value) in enumerate(zip(names, args, strict=True)):
         leaves += _place(in_specs, position, name, value)
@@ -169,7 +171,8 @@ def _unused(
     extra = len(in_specs) - max(len(parameters), num_args)
     problems = [Mismatch(name, "has a spec, but was not passed") for name in missing]
     if extra > 0 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        problems.append(Mismatch("in_specs", f"has {extra} more specs than there are arguments"))
+        more = counted(extra, "spec", "specs")
+        problems.append(Mismatch("in_specs", f"has {more} more than there are arguments"))
     return problems
 
 
@@ -271,8 +274,16 @@ def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> lis
         problem = [f"is a number, which {leaf.spec!r} cannot shard"]
         return problem if leaf.spec.sharded_dims or leaf.spec.partial else []
     kind = type(leaf.value).__name__
-    instead = _INSTEAD.get(kind, "mark static arguments with None in in_specs")
+    instead = _INSTEAD.get(kind, _DATACLASS if is_dataclass(leaf.value) else _STATIC)
     return [f"is a {kind}, not a tensor; {instead}"]
+
+
+_STATIC: Final = "mark static arguments with None in in_specs"
+_DATACLASS: Final = (
+    "pass its tensors as a dict, or register the class with optree, in the namespace "
+    f"{NAMESPACE!r}; {_STATIC}"
+)
+"""What to do with an argument that is a leaf to pytrees."""
 
 
 _INSTEAD: Final = {
@@ -362,10 +373,8 @@ def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
         names = ", ".join(map(repr, unknown))
         return [f"{spec!r} names {names}, but the axes here are {', '.join(mapped)}"]
     if isinstance(leaf.value, Tensor):
-        ndim = leaf.value.ndim
-        if len(spec.entries) > ndim:
-            return [f"{spec!r} has {len(spec.entries)} entries, but the value has {ndim} dims"]
-        return []
+        advice = "; return x[None], so that it has a dim for the ranks" * (leaf.value.ndim == 0)
+        return [f"{problem}{advice}" for problem in longer(spec, leaf.value.ndim)]
     if isinstance(leaf.value, Number) and not (spec.sharded_dims or spec.partial):
         return []
     return [f"is a {type(leaf.value).__name__}, not a tensor, which {spec!r} cannot place"]

@@ -75,7 +75,7 @@ def shapes_of(verdict: Verdict) -> Tree:
     return verdict.result.rebuild(shapes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Program:
     """A typed program: every operation of a body and of its derived backward.
 
@@ -146,6 +146,8 @@ class Program:
     def __str__(self) -> str:
         """Formats one equation per line, with its source line."""
         return "\n".join([f"{self.name} on the {self.mesh}", *self._lines(sites=True)])
+
+    __repr__ = __str__
 
 
 def _title(number: int, path: ProgramPath, sites: bool) -> Sequence[str]:

@@ -1,6 +1,7 @@
 """The boundary: what each argument and result must be, and what is said when it is not."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ from tests.support.pool import Gloo
 MESH = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
 X = random((4, 6), 0)
 DO_NOT_FIT = "the arguments do not match in_specs on the simulated mesh (dp=2, tp=2):"
+
+
+@dataclass
+class Batch:
+    tokens: Tensor
 
 
 def body(x: Any, y: Any = None, *more: Any, scale: Any = 1, **rest: Any) -> Any:
@@ -54,13 +60,20 @@ ARGUMENTS: list[tuple[Callable[[], Any], list[str]]] = [
     ),
     (
         call((P(None, "tp"),), torch.zeros(2)),
-        ["x: P(None, 'tp') has 2 entries, but the value has 1 dims"],
+        ["x: P(None, 'tp') has 2 entries, but the value has 1 dim"],
     ),
     (call((P("dp"),), 3), ["x: is a number, which P('dp') cannot shard"]),
     (call((P(partial="dp"),), 3.5), ["x: is a number, which P(partial={'dp'}) cannot shard"]),
     (
         call((P(),), "mode"),
         ["x: is a str, not a tensor; mark static arguments with None in in_specs"],
+    ),
+    (
+        call((P(),), Batch(X)),
+        [
+            "x: is a Batch, not a tensor; pass its tensors as a dict, or register the class with "
+            "optree, in the namespace 'shardmap_torch'; mark static arguments with None in in_specs"
+        ],
     ),
     (call((P(),), X.numpy()), ["x: is a ndarray, not a tensor; pass torch.from_numpy(x)"]),
     (
@@ -71,8 +84,8 @@ ARGUMENTS: list[tuple[Callable[[], Any], list[str]]] = [
             "on abstract meshes"
         ],
     ),
-    (call((P(),), X, X), ["in_specs: has 1 specs for 2 arguments"]),
-    (call((), X), ["in_specs: has 0 specs for 1 arguments"]),
+    (call((P(),), X, X), ["in_specs: has 1 spec for 2 arguments"]),
+    (call((), X), ["in_specs: has 0 specs for 1 argument"]),
     (call({"y": P()}, X), ["x: in_specs={'y': P()} has no spec for this argument"]),
     (call((P(),), X, scale=X), ["scale: in_specs=(P(),) has no spec for this argument"]),
     (call((P(),), X, other=X), ["other: in_specs=(P(),) has no spec for this argument"]),
@@ -115,7 +128,7 @@ def test_a_spec_without_its_argument_is_named() -> None:
     assert str(named.value) == (
         f"two: {DO_NOT_FIT}\n"
         "  y: has a spec, but was not passed\n"
-        "  in_specs: has 1 more specs than there are arguments"
+        "  in_specs: has 1 spec more than there are arguments"
     )
 
 
@@ -159,8 +172,15 @@ RESULTS: list[tuple[Callable[[Mesh], Any], list[str]]] = [
         ["out: P('dp', None, None) has 3 entries, but the value has 2 dims"],
     ),
     (
+        returning(lambda x: x.sum(), P("dp")),
+        [
+            "out: P('dp') has 1 entry, but the value has 0 dims; return x[None], so that it has a dim "
+            "for the ranks"
+        ],
+    ),
+    (
         returning(lambda x: (x, x), (P("dp"),)),
-        ["out: the specs have 1 items here, the value has 2"],
+        ["out: the specs have 1 item here, the value has 2"],
     ),
     (
         returning(lambda x: {"a": x}, {"b": P("dp")}),

@@ -265,7 +265,7 @@ def test_a_spec_with_more_entries_than_dims_is_rejected() -> None:
         reshard_on(P("a"), P("a", None, "b"), torch.zeros(8))
     assert str(error.value) == (
         "reshard from P('a') to P('a', None, 'b'): dst does not match the global shape (8,): "
-        "P('a', None, 'b') has 3 entries, but the value has 1 dims."
+        "P('a', None, 'b') has 3 entries, but the value has 1 dim."
     )
 
 

@@ -257,7 +257,7 @@ def test_specs_that_do_not_match_are_refused() -> None:
     )
     assert run(lambda key: random.normal(key, (4,), spec=P(None, "dp"))) == (
         "random: P(None, 'dp') does not match shape [4]:\n"
-        "  P(None, 'dp') has 2 entries, but the value has 1 dims"
+        "  P(None, 'dp') has 2 entries, but the value has 1 dim"
     )
     assert run(lambda key: random.dropout(key, torch.ones(4), spec=P(None, "dp"))) == (
         "random.dropout: P(None, 'dp') is for more dims than the 1 of x."

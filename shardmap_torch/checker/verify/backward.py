@@ -157,7 +157,12 @@ def _differentiate(
     return dict(zip(map(id, leaves), gradients, strict=True))
 
 
+_BY_CALL: Final = (
+    ": parameters, apply = shardmap_torch.functional(module), and apply(parameters, x) in the body"
+)
+
+
 def _by_call(closure: Tensor) -> str:
     """Advises how to call a module with its parameters as arguments."""
     is_parameter = isinstance(closure, torch.nn.Parameter)
-    return "; torch.func.functional_call(module, parameters, args) calls a module so" * is_parameter
+    return _BY_CALL * is_parameter

@@ -218,6 +218,13 @@ class _Like(NamedTuple):
 _OF_CODE: Final = (TypeError, AttributeError, NameError)
 """Exceptions that do not come from shapes."""
 
+_HOOKS: Final = (
+    "A gradient that is taken in a body goes through no saved tensor hooks, which torch's own "
+    "checkpoint sets.\nFix: shardmap_torch.checkpoint(f, *args) in place of "
+    "torch.utils.checkpoint.checkpoint."
+)
+"""Added to torch's error about hooks under its transforms."""
+
 _SHOWN: Final = 3
 """Maximal number of inputs whose shapes are added to an error of the body."""
 
@@ -360,7 +367,7 @@ class _Verification:
         branches.require()
         in_words = str(error)
         if isinstance(error, ShardMapError) or not (branches.taken or name in in_words):
-            self._note_shards(error)
+            self._note_cause(error)
             raise error
         if not is_raised_by_body(error) or name in in_words:
             raise ShardTypeError(f"{self._call.name}: {type(error).__name__}: {error}") from error
@@ -371,9 +378,12 @@ class _Verification:
         )
         return PathOutcome(way, None, error)
 
-    def _note_shards(self, error: Exception) -> None:
+    def _note_cause(self, error: Exception) -> None:
         """Adds to an error of the body that shapes are those of shards, often its cause."""
         call = self._call
+        if "saved tensor hooks" in str(error):
+            error.add_note(_HOOKS)
+            return
         sharded = [at for at in call.crossing if call.match.spec(at).mentioned]
         if not sharded or isinstance(error, (ShardMapError, *_OF_CODE)):
             return

@@ -45,7 +45,7 @@ from shardmap_torch.types import I, R, V
 Casts = tuple[Collective, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict:
     """The checker's verdict on one signature of a call.
 
@@ -83,6 +83,10 @@ class Verdict:
     refusal: ShardTypeError | None = None
     altered: tuple[Kept, ...] = ()
     tried: str = ""
+
+    def __repr__(self) -> str:
+        """Says what was accepted; `trace` and `explain` say more."""
+        return f"<Verdict: {self.name} on the {self.mesh} is accepted>"
 
     @lazy
     def program_paths(self) -> tuple[ProgramPath, ...]:

@@ -71,6 +71,12 @@ def test_a_program_prints_one_typed_equation_a_line() -> None:
     )
 
 
+def test_a_program_and_a_verdict_show_themselves_in_short() -> None:
+    assert repr(trace(MAPPED, X, W)) == str(trace(MAPPED, X, W))
+    shown = "<Verdict: column on the abstract mesh (dp=2, tp=4) is accepted>"
+    assert repr(check_program(MAPPED, X, W)) == shown
+
+
 def test_explain_pairs_each_collective_with_the_one_that_autograd_derived() -> None:
     line = column.__code__.co_firstlineno + 1
     assert explain(MAPPED, X, W) == "\n".join(

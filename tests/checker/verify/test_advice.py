@@ -6,6 +6,7 @@ from typing import Final
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from shardmap_torch import (
@@ -17,6 +18,7 @@ from shardmap_torch import (
     all_reduce,
     axis_index,
     axis_size,
+    grad,
     make_mesh,
     shard_map,
 )
@@ -183,6 +185,23 @@ def test_an_error_of_the_body_tells_the_shapes_of_shards() -> None:
             "In the body of <lambda> tensors are shards: x is [8, 2] there, "
             "of [8, 4] by P(None, 'tp')."
         ]
+
+
+def test_an_error_of_the_checkpoint_of_torch_names_the_one_to_use() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            y: Tensor = torch.utils.checkpoint.checkpoint(torch.matmul, x, w, use_reentrant=False)
+            return all_reduce(y.square().sum(), "tp", dst=I)
+
+        return grad(loss)(w)
+
+    with pytest.raises(RuntimeError) as error:
+        shard_map(body, mesh=RANKS, in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp"))(W, X)
+    assert error.value.__notes__ == [
+        "A gradient that is taken in a body goes through no saved tensor hooks, which torch's own "
+        "checkpoint sets.\nFix: shardmap_torch.checkpoint(f, *args) in place of "
+        "torch.utils.checkpoint.checkpoint."
+    ]
 
 
 def test_an_error_of_the_code_does_not_tell_the_shapes_of_shards() -> None:
