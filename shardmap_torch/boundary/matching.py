@@ -283,7 +283,7 @@ _DATACLASS: Final = (
     "pass its tensors as a dict, or register the class with optree, in the namespace "
     f"{NAMESPACE!r}; {_STATIC}"
 )
-"""What to do with an argument that is a leaf to pytrees."""
+"""Repairs for arguments of other types."""
 
 
 _INSTEAD: Final = {

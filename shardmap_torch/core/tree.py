@@ -323,7 +323,8 @@ def _differing_nodes(prefix: Tree, tree: Tree, path: str) -> Mismatch:
 
 def _differing_entries(specs: tuple[Any, ...], value: tuple[Any, ...]) -> str:
     if all(isinstance(entry, int) for entry in (*specs, *value)):
-        return f"the specs have {counted(len(specs), 'item', 'items')} here, the value has {len(value)}"
+        items = counted(len(specs), "item", "items")
+        return f"the specs have {items} here, the value has {len(value)}"
     missing = [entry for entry in value if entry not in specs]
     extra = [entry for entry in specs if entry not in value]
     parts = [f"no spec for {missing}"] * bool(missing) + [f"specs for absent {extra}"] * bool(extra)

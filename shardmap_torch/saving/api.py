@@ -241,8 +241,8 @@ def _on_first_rank(caller: str, compute: Callable[[], T]) -> T:
     called, result = outcome
     if called != caller:
         raise CheckpointError(
-            f"{caller} was called on rank {dist.get_rank()}, and {called} on rank 0. Call save, load "
-            "and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
+            f"{caller} was called on rank {dist.get_rank()}, and {called} on rank 0. Call save, "
+            "load and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
         )
     if isinstance(result, CheckpointError):
         raise result

@@ -174,8 +174,8 @@ RESULTS: list[tuple[Callable[[Mesh], Any], list[str]]] = [
     (
         returning(lambda x: x.sum(), P("dp")),
         [
-            "out: P('dp') has 1 entry, but the value has 0 dims; return x[None], so that it has a dim "
-            "for the ranks"
+            "out: P('dp') has 1 entry, but the value has 0 dims; return x[None], so that it has a "
+            "dim for the ranks"
         ],
     ),
     (

@@ -136,8 +136,8 @@ def test_a_function_that_rank_0_alone_calls_is_an_error_on_others(
     save(tree(), tmp_path, 3)
     assert gloo(2).run(ask_for_the_latest_on_rank_0_alone, tmp_path) == [
         "3",
-        "load was called on rank 1, and latest on rank 0. Call save, load and latest on all ranks, in "
-        "one order, and not under `if mesh.rank == 0`.",
+        "load was called on rank 1, and latest on rank 0. Call save, load and latest on all ranks, "
+        "in one order, and not under `if mesh.rank == 0`.",
     ]
 
 

@@ -193,7 +193,8 @@ def test_an_error_of_the_checkpoint_of_torch_names_the_one_to_use() -> None:
             y: Tensor = torch.utils.checkpoint.checkpoint(torch.matmul, x, w, use_reentrant=False)
             return all_reduce(y.square().sum(), "tp", dst=I)
 
-        return grad(loss)(w)
+        gradient: Tensor = grad(loss)(w)
+        return gradient
 
     with pytest.raises(RuntimeError) as error:
         shard_map(body, mesh=RANKS, in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp"))(W, X)

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import P, R, ShardTypeError, all_reduce, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_reduce,
+    check_program,
+    make_mesh,
+    shard_map,
+)
 
 Maker = Callable[[], Callable[[Tensor], Tensor]]
 MESHES = {
@@ -186,3 +195,45 @@ def test_a_backward_after_another_call_finds_equal_state_or_is_refused() -> None
         "of it runs after another call has replaced that. Pass it as an argument, save it in the "
         "context of a Function, or close over a variable of the body itself."
     )
+
+
+METRICS: dict[str, float] = {}
+LOG: list[Any] = []
+
+
+@pytest.mark.parametrize("simulate", ["ranks", "auto"])
+def test_metrics_that_a_body_keeps_are_those_of_runs_and_not_of_checks(simulate: str) -> None:
+    def body(x: Tensor) -> Tensor:
+        loss: Tensor = all_reduce(x.sum(), "dp", dst=I)
+        LOG.append(loss.detach())
+        LOG.append({"loss": loss.item()})
+        METRICS["mean"] = 0.5 * METRICS.get("mean", 0.0) + 0.5 * loss.item()
+        return loss
+
+    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate=simulate)  # type: ignore[arg-type]
+    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P())
+    METRICS.clear()
+    LOG.clear()
+    check_program(f, torch.ones(4))
+    assert (LOG, METRICS) == ([], {})
+    for means in (2.0, 3.0):
+        f(torch.ones(4))
+        assert METRICS == {"mean": means}
+    assert LOG == [torch.tensor(4.0), {"loss": 4.0}] * 4  # two ranks, two calls
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_body_that_computes_with_a_number_that_a_run_kept_is_refused(own: bool) -> None:
+    def body(x: Tensor) -> Tensor:
+        loss = all_reduce(x.sum(), "dp", dst=I).item()
+        scale = METRICS.get("loss", loss if own else 1.0)
+        METRICS["loss"] = loss
+        return x * scale
+
+    METRICS.clear()
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    if own:  # nothing is kept yet, and the number is the same in each run
+        assert torch.equal(f(torch.ones(4)), torch.full((4,), 4.0))
+    with pytest.raises(ShardTypeError, match="does something else when it runs again"):
+        f(torch.full((4,), 2.0))

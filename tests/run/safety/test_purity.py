@@ -560,46 +560,6 @@ def test_a_list_keeps_what_checks_and_all_ranks_append(simulate: str) -> None:
     assert len(SEEN) >= 2 * 2 * (4 if simulate == "ranks" else 1)
 
 
-METRICS: dict[str, float] = {}
-
-
-@pytest.mark.parametrize("simulate", ["ranks", "auto"])
-def test_metrics_that_a_body_keeps_are_those_of_runs_and_not_of_checks(simulate: str) -> None:
-    def body(x: Tensor) -> Tensor:
-        loss: Tensor = all_reduce(x.sum(), "dp", dst=I)
-        SEEN.append(loss.detach())
-        SEEN.append({"loss": loss.item()})
-        METRICS["mean"] = 0.5 * METRICS.get("mean", 0.0) + 0.5 * loss.item()
-        return loss
-
-    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate=simulate)  # type: ignore[arg-type]
-    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P())
-    METRICS.clear()
-    SEEN.clear()
-    check_program(f, torch.ones(4))
-    assert (SEEN, METRICS) == ([], {})
-    for means in (2.0, 3.0):
-        f(torch.ones(4))
-        assert METRICS == {"mean": means}
-    assert SEEN == [torch.tensor(4.0), {"loss": 4.0}] * 4  # two ranks, two calls
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_body_that_computes_with_a_number_that_a_run_kept_is_refused(own: bool) -> None:
-    def body(x: Tensor) -> Tensor:
-        loss = all_reduce(x.sum(), "dp", dst=I).item()
-        scale = METRICS.get("loss", loss if own else 1.0)
-        METRICS["loss"] = loss
-        return x * scale
-
-    METRICS.clear()
-    f = mapped(body)
-    if own:  # nothing is kept yet, and the number is the same in each run
-        assert torch.equal(f(torch.ones(4)), torch.full((4,), 4.0))
-    with pytest.raises(ShardTypeError, match="does something else when it runs again"):
-        f(torch.full((4,), 2.0))
-
-
 class Settings:
     step = 0
 
