@@ -104,7 +104,7 @@ class Checked:
         """
         if strictness is not None and strictness != self._strictness:
             return verify(call, strictness)
-        return self._find(signature(call, self._around(call)), call).verdict
+        return self._find(signature(call, self._surroundings), call).verdict
 
     def traced(self, call: Call) -> Verdict:
         """Returns the verdict of a call that is being compiled; all ranks compare what is new.
@@ -116,7 +116,7 @@ class Checked:
             ShardTypeError: as `verdict`.
             CollectiveMismatchError: the processes compile different programs.
         """
-        key = signature(call, self._around(call))
+        key = signature(call, self._surroundings)
         known = self._verdicts.find(key)
         is_compared = known is not None and known.description is not None
         if is_compared or current() is None or call.mesh.kind not in PROCESS_KINDS:
@@ -131,7 +131,7 @@ class Checked:
             CollectiveMismatchError: the processes do not run the same program.
         """
         self._calls += 1
-        key = signature(call, self._around(call))
+        key = signature(call, self._surroundings)
         if call.mesh.kind not in PROCESS_KINDS:
             return self._run_checked(key, call, run, False)
         try:
@@ -181,11 +181,8 @@ class Checked:
             known.recordings = Recordings(self._name)
         run, order = known.recordings.run, entry_order(call.structure)
         static = [call.leaves[position] for position in call.match.static]
-        tensors = self._around(call).tensors
+        tensors = around(call, self._surroundings).tensors
         return partial(run, tensors, order, static)
-
-    def _around(self, call: Call) -> Surroundings:
-        return around(call, self._surroundings) if call.match.static else self._surroundings
 
     def _forget(self, key: Signature, call: Call) -> None:
         self._verdicts.forget(key)
@@ -223,14 +220,14 @@ class Checked:
             watch_remaking(self, self._name, call.function)
         # Each rank would have to run the body once for each item of the batch.
         arguments = set(map(id, call.leaves))
-        hidden = (x for x in self._around(call).tensors if id(x) not in arguments)
+        hidden = (x for x in around(call, self._surroundings).tensors if id(x) not in arguments)
         if any(map(is_batched, hidden)):
             raise closed_over_outer(self._name, "batches")
         derived = self._history.derive(key, call, self._derive, partial(self._verify, call))
         if derived is not None:
             return derived
         numbers = self._history.structural(key, call)
-        self._changing.checked(self._calls, split(key, call, self._around(call)), numbers)
+        self._changing.checked(self._calls, split(key, call, self._surroundings), numbers)
         verdict = self._verify(call)
         self._changing.resized(self._history.add(key, call, verdict))
         return verdict
@@ -238,13 +235,13 @@ class Checked:
     def _verify(self, call: Call) -> Verdict:
         check = partial(verify, call, self._strictness)
         shares = is_simulated(call.mesh)
-        purely = partial(verify_purely, self._name, self._around(call), check, shares)
+        purely = partial(verify_purely, self._name, around(call, self._surroundings), check, shares)
         return self._stored.get(call, self._strictness, purely)
 
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:
         """A verdict on symbols, of a body that keeps none of them."""
         check = partial(attempt, call, NONE, self._strictness, sizes)
-        before = Before(self._around(call))
+        before = Before(around(call, self._surroundings))
         try:
             with looking(before.look):
                 verdict, changed = check(), before.changes()

@@ -36,7 +36,7 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
         torch.get_default_dtype(),
         table_version(),
         _autocast() if any(map(torch.is_autocast_enabled, _DEVICES)) else (),
-        surroundings.key(),
+        (around(call, surroundings) if static else surroundings).key(),
     )
 
 
@@ -86,4 +86,4 @@ def split(key: Signature, call: Call, surroundings: Surroundings) -> SplitSignat
     match, _, *rest, _ = key
     named = {match.paths[position]: call.leaves[position] for position in match.static}
     arguments = {path: (path, value) for path, value in named.items()}
-    return SplitSignature((match, *rest), {**arguments, **surroundings.values()})
+    return SplitSignature((match, *rest), {**arguments, **around(call, surroundings).values()})
