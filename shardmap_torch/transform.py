@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import CellType
@@ -26,16 +27,17 @@ from shardmap_torch.boundary.signature_cache import SignatureCache
 from shardmap_torch.checker.api import shapes_of, stand_ins
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
+from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.closures import Closures, closure_of
-from shardmap_torch.core.torch_private.engine import eval_frame_callback, functorch
-from shardmap_torch.core.tree import Placed, Tree, broadcast_prefix, flatten
+from shardmap_torch.core.torch_private.engine import functorch, leave_uncompiled, set_compiler
+from shardmap_torch.core.tree import Placed, Structure, Tree, broadcast_prefix, flatten
 from shardmap_torch.errors import MeshError, ShardTypeError, SpecError, read_names, show
-from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
-from shardmap_torch.run.compiled import Asked, check_traced
+from shardmap_torch.run.compiled import Asked, Found, Root, Shapes, UncompiledError, check_traced
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import Unchecked
 from shardmap_torch.spec import P
@@ -181,8 +183,18 @@ def shard_map(
 
     @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return body.run(args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return body.trace(args, kwargs)
+        compiler = set_compiler(None)  # or torch.compile would look into what is called here
+        if compiler is None:
+            return body.run(args, kwargs)
+        try:
+            return body.run_compiled(compiler, args, kwargs)
+        finally:
+            set_compiler(compiler)
 
+    if not torch.compiler.is_dynamo_compiling():
+        leave_uncompiled(mapped, nested=False)
     # `check_program` and its like call the checker by this.
     mapped._shardmap_verdict = body.verdict_on  # type: ignore[attr-defined]
     return mapped
@@ -248,26 +260,43 @@ class _Body:
         self._checked = Checked(self._name, function, strictness or "local", debug, replay)
         self._unchecked = Unchecked()
         self._asked = Asked(self._name, self._call_and_verdict)
+        self._root: Root | None = None
         self._lifted: dict[int, CellType] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()
         # An inner function is checked as part of the body around it.
-        if scope is not None or not self._check:
-            infers = scope is not None and scope.monitor is not None
-            call = self._call(scope, args, kwargs, infers)
-            if scope is None and not torch.compiler.is_compiling():
-                return self._unchecked.run(call, runtime_of(call.mesh).run)
-            return _run(call, scope)
-        if torch.compiler.is_dynamo_compiling():
-            try:  # in which Dynamo breaks no graph: where the check gives up, this runs uncompiled
-                return _run(self._traced(args, kwargs), None)
-            finally:
-                pass
-        # Dynamo may have given the call up, and look into what runs then.
-        if eval_frame_callback() is not None:
-            uncompiled = torch.compiler.disable(self._run_checked)
-            return uncompiled(args, kwargs)
+        if scope is None and self._check:
+            return self._run_checked(args, kwargs)
+        call = self._call(scope, args, kwargs, scope is not None and scope.monitor is not None)
+        if scope is None and not torch.compiler.is_compiling():
+            return self._unchecked.run(call, runtime_of(call.mesh).run)
+        return _run(call, scope)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+        """Runs a call that Dynamo traces."""
+        if current_scope() is not None or not self._check:
+            return self.run(args, kwargs)
+        try:  # in which Dynamo breaks no graph: where the check gives up, this runs uncompiled
+            return _run(self._traced(args, kwargs), None)
+        finally:
+            pass
+
+    def run_compiled(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+        """Runs a call in which `compiler` compiles all, or the body alone, on local tensors."""
+        if current_scope() is not None or not self._check:
+            set_compiler(compiler)
+            return self.run(args, kwargs)
+        with suppress(UncompiledError):
+            if self._root is None:
+                self._root = Root(self._name)
+            mesh, root = _resolve_mesh(self._mesh, None), self._root
+            if mesh.kind in PROCESS_KINDS and not (self._lifted or is_transformed()):
+                call = self._call(None, args, kwargs, infers=True)
+                if call.mapped == mesh.axis_names:
+                    run = partial(root.run_body, compiler, self._trace_body, call)
+                    return runtime_of(mesh).run(replace(call, compiled=run), False)
+            return root.run(compiler, self.trace, args, kwargs)
         return self._run_checked(args, kwargs)
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -322,6 +351,17 @@ class _Body:
         mesh = _resolve_mesh(self._mesh, None)
         leaves, structure = flatten((args, kwargs))
         found = check_traced(self._asked, mesh, leaves, structure)
+        return self._found(mesh, leaves, structure, found)
+
+    def _trace_body(self, shapes: Shapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+        """Runs the body alone, on local tensors, while Dynamo traces."""
+        mesh = _resolve_mesh(self._mesh, None)
+        leaves, structure = flatten((args, kwargs))
+        found = check_traced(self._asked, mesh, leaves, structure, shapes)
+        return runtime_of(mesh).run_local(self._found(mesh, leaves, structure, found))
+
+    def _found(self, mesh: Mesh, leaves: list[Any], structure: Structure, found: Found) -> Call:
+        """Makes a call of what a check of it finds."""
         return Call(
             self._function,
             self._name,

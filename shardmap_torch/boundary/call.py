@@ -60,6 +60,7 @@ class Call:
         recordings: runs the recorded operators of the body in its place; see `run.recorded`.
         lifts: returns whether the caller would make an argument of a tensor that the body closes
             over, for its gradient to be summed.
+        compiled: runs the body as torch.compile compiles it; see `run.compiled`.
     """
 
     function: Callable[..., Tree]
@@ -80,6 +81,7 @@ class Call:
     separate: Callable[[], AbstractContextManager[Wrap]] = _unwrapped
     recordings: Callable[..., Any] | None = None
     lifts: Callable[[Tensor], object] = _never
+    compiled: Callable[[Any, Sequence[Tensor]], Tree] | None = None
 
     def checked(
         self,
@@ -121,7 +123,7 @@ class Call:
 class Result:
     """The result of one run of a body, flattened like the arguments in `Call`."""
 
-    leaves: Sequence[Any]
+    leaves: list[Any]
     match: Match
     structure: Structure
 
@@ -168,15 +170,22 @@ def run_body(
             apply_all(backend, _enter(call, monitor).items(), values)
         args, kwargs = unflatten(call.structure, values)
         out = _apply(call, args, kwargs)
-        leaves, structure = flatten(out)
-        ranks = [x.ndim if type(x) is Tensor else _output_signature(x) for x in leaves]
-        match = call.out_matches.get((structure, call.mapped, *ranks), lambda: _place(call, out))
+        result = result_of(call, out)
+        match, leaves = result.match, result.leaves
         promised = _leave(call, monitor, match, leaves)
         if match.exits:
             apply_all(backend, match.exits, leaves)
         if promised:
             crossing = [(at, promised[at]) for at in match.crossing if at in promised]
             apply_all(backend, crossing, leaves)
+    return result
+
+
+def result_of(call: Call, out: Tree) -> Result:
+    """Matches what a body has returned with its specs."""
+    leaves, structure = flatten(out)
+    ranks = [x.ndim if type(x) is Tensor else _output_signature(x) for x in leaves]
+    match = call.out_matches.get((structure, call.mapped, *ranks), lambda: _place(call, out))
     return Result(leaves, match, structure)
 
 

@@ -1,5 +1,9 @@
 """Calls that torch.compile traces: checked while it traces them, and traced as they were checked.
 
+On process groups it traces the body alone, on local tensors, where it is the call itself that is
+compiled: DTensors are taken apart before and made after, as in calls that nothing compiles. Of a
+call within other code that is compiled it traces all.
+
 Dynamo calls the checker for real, on the shapes and dtypes that it traces with. The casts at the
 boundary, types that only the checker knows, and copies of results are those of the verdict, as
 outside of torch.compile. A call that cannot be checked, or not be traced as it was checked, is an
@@ -7,9 +11,12 @@ error.
 """
 
 import operator
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
+from types import FunctionType
 from typing import Any, Final, NoReturn, TypeAlias
 from weakref import WeakMethod
 
@@ -23,10 +30,10 @@ from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Casts, Edge, Note, Reruns
-from shardmap_torch.core.caching import Unguarded, constant
+from shardmap_torch.core.caching import Memo, Unguarded, constant
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import can_receive_gradient
-from shardmap_torch.core.torch_private.engine import FakeTensorMode
+from shardmap_torch.core.torch_private.engine import FakeTensorMode, set_compiler
 from shardmap_torch.core.tree import Structure, Tree, map_leaves, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
 from shardmap_torch.mesh import Mesh
@@ -68,6 +75,81 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False)
+class Shapes:
+    """The global shapes of the leaves of a call; Dynamo knows them by their identity."""
+
+    of: Sequence[Sequence[int]]
+
+
+class UncompiledError(Exception):
+    """torch.compile has given a call up, which then runs as if nothing compiled it."""
+
+
+class Root:
+    """The code that torch.compile compiles of one function: it counts compilations by code."""
+
+    def __init__(self, name: str) -> None:
+        """Makes the code; `name` is that of the function."""
+        self._run = FunctionType(_root.__code__.replace(co_name=name), globals())
+        self._shapes: Memo[Shapes] = Memo()
+
+    def run(self, compiler: Any, trace: Callable[..., Tree], *args: Any) -> Tree:
+        """Runs `trace` on arguments, compiled.
+
+        Raises:
+            UncompiledError: the compiler has given it up.
+        """
+        set_compiler(compiler)
+        try:
+            return self._run(trace, args)
+        finally:
+            set_compiler(None)
+
+    def run_body(
+        self,
+        compiler: Any,
+        trace: Callable[..., Tree],
+        call: Call,
+        crossings: Any,
+        local: Sequence[Tensor],
+    ) -> Tree:
+        """Runs `trace` on local tensors, and an object that stands for their global shapes.
+
+        Raises:
+            UncompiledError: the compiler has given it up.
+        """
+        values = list(call.leaves)
+        for position, each in zip(call.crossing, local, strict=True):
+            values[position] = each
+        args, kwargs = unflatten(call.structure, values)
+        if crossings.shapes is None:
+            of = tuple([tuple(x.shape) if isinstance(x, Tensor) else () for x in call.leaves])
+            crossings.shapes = self._shapes.get(of, lambda: Shapes(of))
+        run = partial(self.run, compiler, trace, crossings.shapes, args, kwargs)
+        try:
+            return run()
+        except RuntimeError as error:
+            if _ASKED_FOR_GRAD not in str(error):
+                raise
+        # Dynamo, at the start of a trace; it hides the warning unless warnings are errors.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _ASKED_FOR_GRAD)
+            return run()
+
+
+_ASKED_FOR_GRAD: Final = "The .grad attribute of a Tensor that is not a leaf"
+
+
+def _root(trace: Callable[..., Tree], args: tuple[Any, ...]) -> Tree:
+    if not torch.compiler.is_dynamo_compiling():
+        raise UncompiledError
+    try:  # in which Dynamo breaks no graph: where the check gives up, this runs uncompiled
+        return trace(*args)
+    finally:
+        pass
+
+
+@dataclass(frozen=True, eq=False)
 class Found:
     """The part of a verdict that tracing a call needs.
 
@@ -94,14 +176,20 @@ class Found:
         return Trace(self.cannot, self.start)
 
 
-def check_traced(asked: Asked, mesh: Mesh, leaves: Sequence[Any], structure: Structure) -> Found:
-    """Returns what a check finds of the call that Dynamo traces.
+def check_traced(
+    asked: Asked,
+    mesh: Mesh,
+    leaves: Sequence[Any],
+    structure: Structure,
+    shapes: Shapes | None = None,
+) -> Found:
+    """Returns what a check finds of the call that Dynamo traces; `shapes` where leaves are local.
 
     Raises:
         ShardMapError: the check's own; or the call cannot be traced as it was checked.
     """
     outline = unflatten(structure, range(len(leaves)))
-    name = _check(asked, mesh, outline, *[_described(leaf) for leaf in leaves])
+    name = _check(asked, mesh, outline, shapes, *[_described(leaf) for leaf in leaves])
     found: Found = getattr(asked, name).value
     return found
 
@@ -121,7 +209,7 @@ def _described(leaf: Any) -> Any:
 
 
 @constant
-def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
+def _check(asked: Asked, mesh: Mesh, outline: Tree, shapes: Shapes | None, *described: Any) -> str:
     """Returns the name of the findings: Dynamo calls this, and takes the result for a constant.
 
     It cannot look into a constant that is an object, and so finds that by its name.
@@ -133,6 +221,8 @@ def _check(asked: Asked, mesh: Mesh, outline: Tree, *described: Any) -> str:
         if not (isinstance(found, tuple) and found[:1] == (_TENSOR,)):
             return found
         _, _, shape, dtype, device, layout, grad = found
+        if shapes is not None:
+            shape = shapes.of[position]
         with fake:
             return torch.empty(shape, dtype=dtype, device=device, layout=layout, requires_grad=grad)
 

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
+from shardmap_torch.boundary.call import Call, Result, Untouched, result_of, run_body
 from shardmap_torch.boundary.dtensor import Crossings, Enter, Leave
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind, is_transformed
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
-from shardmap_torch.core.tree import Tree
+from shardmap_torch.core.tree import Tree, unflatten
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.layouts import automatic_axes
@@ -37,18 +37,28 @@ def run(call: Call, batches: bool) -> Tree:
     mesh, leaves = call.mesh, call.leaves
     if call.mapped != mesh.axis_names and (shared := entry_specs(call)) is not None:
         return _run_shared(call, _backend_of(mesh), shared)
-    crossings = _crossings(mesh, call.match)
-    backend, follows = crossings.backend, torch.compiler.is_dynamo_compiling() or is_transformed()
+    traced = torch.compiler.is_dynamo_compiling()
+    crossings = _crossings(mesh, call.match, traced)
+    backend, follows = crossings.backend, traced or is_transformed()
     local = crossings.enter([leaves[i] for i in call.match.crossing], follows)
     watch = Untouched(call, local)
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
-    if call.recordings is not None and serves(local):
+    if call.compiled is not None:
+        result = result_of(call, call.compiled(crossings, local))
+    elif call.recordings is not None and serves(local):
         result = run_process(call, backend, local)
     else:
         result = run_body(call, backend, local, drawing)
     watch.check()
-    values = apart(result.crossing, leaves, _sharing(call, result))
-    return result.rebuild(_crossings(mesh, result.match).leave(values, follows))
+    values = apart(result.crossing, leaves, _sharing(call, result) if traced else None)
+    return result.rebuild(_crossings(mesh, result.match, traced).leave(values, follows))
+
+
+def run_local(call: Call) -> Tree:
+    """Runs the body of a call whose leaves are local already; returns local values."""
+    local = [call.leaves[position] for position in call.crossing]
+    result = run_body(call, _backend_of(call.mesh), local)
+    return unflatten(result.structure, result.leaves)
 
 
 def _run_shared(call: Call, backend: ProcessGroupBackend, specs: Sequence[P]) -> Tree:
@@ -67,14 +77,14 @@ def _sharing(call: Call, result: Result) -> Mapping[int, int] | None:
     return {n: known[i] for n, i in enumerate(result.match.crossing) if i in known}
 
 
-def _crossings(mesh: Mesh, match: Match) -> Crossings:
+def _crossings(mesh: Mesh, match: Match, traced: bool) -> Crossings:
     """Returns the cache of a match for a mesh, by identity: equal meshes may have other groups."""
-    if not torch.compiler.is_dynamo_compiling():
+    if not traced:
         known: Crossings | None = match.crossings.get(id(mesh))
         if known is not None and known.mesh is mesh:
             return known
     new = Crossings(mesh, _backend_of(mesh), [match.spec(i) for i in match.crossing])
-    if not torch.compiler.is_dynamo_compiling():
+    if not traced:
         if len(match.crossings) >= _MESHES:  # those that are closed go, too
             match.crossings.clear()
         match.crossings[id(mesh)] = new

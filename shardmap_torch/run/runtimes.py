@@ -17,7 +17,7 @@ from shardmap_torch.spec import P
 class Runtime(Protocol):
     """Runs calls on meshes of one kind; each module named in `MODULES` is one.
 
-    `join` and `gather` are for `PROCESS_KINDS` only.
+    `run_local`, `join` and `gather` are for `PROCESS_KINDS` only.
 
     Attributes:
         has_data: whether values have data; without data a call returns shapes.
@@ -27,6 +27,10 @@ class Runtime(Protocol):
 
     def run(self, call: Call, batches: bool) -> Tree:
         """Runs a call; with `batches` one batched program may run it."""
+        ...
+
+    def run_local(self, call: Call) -> Tree:
+        """Runs the body of a call whose leaves are local already; returns local values."""
         ...
 
     def place(self, mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:

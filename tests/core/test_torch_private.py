@@ -13,11 +13,12 @@ from torch import _guards
 from torch._dynamo import convert_frame
 
 from shardmap_torch import I, P, all_reduce, make_mesh, shard_map, transform
-from shardmap_torch.core.torch_private import names
+from shardmap_torch.core.torch_private import engine, names
 from shardmap_torch.core.torch_private.engine import (
     UncompiledMode,
     current_graph_task_id,
-    is_always_active,
+    leave_uncompiled,
+    no_compiler,
     probed,
 )
 from shardmap_torch.core.torch_private.names import PrivateName, demand
@@ -147,10 +148,12 @@ def test_a_missing_optional_name_is_its_fallback() -> None:
     assert probed("torch._C:_current_graph_task_id", None) is current_graph_task_id
 
 
-def test_without_the_callback_of_dynamo_calls_step_out_of_it(
+def test_without_the_names_of_dynamo_functions_run_and_are_not_marked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transform, "eval_frame_callback", is_always_active)
+    monkeypatch.setattr(transform, "set_compiler", no_compiler)
+    monkeypatch.setattr(engine, "_MARKS", [None, None, None, no_compiler])
+    assert not leave_uncompiled(_sums, nested=False)
     assert _sums(2) == [2.0]
 
 

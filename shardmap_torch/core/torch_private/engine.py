@@ -109,10 +109,34 @@ warn_of_fallbacks: Final[Callable[[bool], None]] = probed(
 """Sets whether vmap warns of operators without batching rules, as it does at first."""
 
 
+def no_compiler(compiler: Any) -> None:
+    """Stands in for `set_compiler` where torch has none."""
+
+
+set_compiler: Final[Callable[[Any], Any]] = probed(
+    "torch._C._dynamo.eval_frame:set_eval_frame", no_compiler
+)
+"""Sets what compiles the functions that this thread calls from now on; returns what did before.
+
+None compiles nothing, and stands for torch.compile not being active.
+"""
+
 _MARKS: Final[list[Any]] = [
     probed(f"torch._C._dynamo.eval_frame:{name}", None)
-    for name in ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy")
+    for name in ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy", "set_eval_frame")
 ]
+
+
+def leave_uncompiled(function: Any, nested: bool) -> bool:
+    """Has torch.compile run a function as it is, `nested` with all that it calls.
+
+    Returns whether this torch can.
+    """
+    if None in _MARKS:
+        return False
+    action, strategy, mark, _ = _MARKS
+    mark(function.__code__, strategy(action.SKIP, action.SKIP if nested else action.DEFAULT))
+    return True
 
 
 class UncompiledMode(TorchDispatchMode):
@@ -125,12 +149,9 @@ class UncompiledMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Marks what handles operations; returns whether torch has to wrap it all the same."""
-        action, strategy, mark = _MARKS
-        if None in _MARKS or "__torch_dispatch__" not in vars(cls):
+        if "__torch_dispatch__" not in vars(cls):
             return True
-        handler: Any = cls.__torch_dispatch__
-        mark(handler.__code__, strategy(action.SKIP, action.SKIP))
-        return False
+        return not leave_uncompiled(cls.__torch_dispatch__, nested=True)
 
 
 def _is_held(tensor: Tensor) -> int:
@@ -176,17 +197,19 @@ __all__ = (
     "gradient_of_transform",
     "group_names",
     "has_kernel",
-    "is_always_active",
     "is_vmapped_by_autograd",
     "lazy_load_decompositions",
+    "leave_uncompiled",
     "make_dual",
     "make_subclass",
+    "no_compiler",
     "pop_saved_tensors_hooks",
     "probed",
     "push_saved_tensors_hooks",
     "restore_vmap",
     "retrieve_all_functorch_interpreters",
     "sequence_number",
+    "set_compiler",
     "set_forward_mode",
     "set_grad_enabled",
     "set_throw_on_data_pointer",

@@ -175,16 +175,18 @@ DYNAMO: Final[Sequence[PrivateName]] = _rows(
 
 OPTIONAL: Final[Sequence[PrivateName]] = (
     *_rows(
-        "to see if torch.compile is active; without it each call steps out of Dynamo",
+        "to see if torch.compile is active; without it no verdict is kept on disk",
         "torch._C._dynamo.eval_frame",
         "get_eval_frame_callback",
     ),
     *_rows(
-        "to check at 3 us less an operation; without them torch wraps what handles each",
+        "to keep Dynamo from the boundary of calls, and from what handles the operations of a "
+        "check; without them it traces the one, and torch wraps the other, at 3 us an operation",
         "torch._C._dynamo.eval_frame",
         "_FrameAction",
         "_FrameExecStrategy",
         "set_code_exec_strategy",
+        "set_eval_frame",
     ),
     *_rows(
         "overlap in symmetric memory; without them kernels use other transports",
