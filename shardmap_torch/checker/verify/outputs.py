@@ -184,7 +184,7 @@ class Exits:
             spec, path = result.match.spec(position), result.match.paths[position]
             value = result.leaves[position]
             # A real tensor that the body returns as it is was closed over.
-            result.leaves[position] = value = self._interpreter.fakify(value)  # type: ignore[index]
+            result.leaves[position] = value = self._interpreter.fakify(value)
             self._interpreter.copies.reject_stale(self._interpreter.name, [value])
             types = self._interpreter.by_axis(self._uncommitted.types_of(value))
             for axis, axis_type in types.items():
@@ -215,7 +215,7 @@ class Exits:
             casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
             with self._backend.inserting():  # which no body calls
                 value = apply(self._backend, casts, result.leaves[position])
-            result.leaves[position] = value  # type: ignore[index]
+            result.leaves[position] = value
 
     def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
         """Returns the conversions, or those that all paths share if they are right as well."""
@@ -280,4 +280,4 @@ def repair_results(call: Call, backend: AbstractBackend, repair: Repair, result:
     for position, chain in repair.exits.items():
         with enter_scope(Scope(backend, call.bound)), backend.inserting():
             value = applied(chain, result.leaves[position])
-        result.leaves[position] = value  # type: ignore[index]
+        result.leaves[position] = value
