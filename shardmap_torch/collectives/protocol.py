@@ -270,14 +270,13 @@ class Drawing(Protocol):
         """Ends the newest `enter`."""
         ...
 
-    def fork(self) -> "LaterDrawing":
-        """Returns the drawing for code that will run again in a backward."""
+    def fork(self) -> "Redraws":
+        """Notes the start of code that will run again in a backward."""
         ...
 
 
-class LaterDrawing(Drawing, Protocol):
-    """Drawing of code that will run again in a backward."""
+Redraws: TypeAlias = Callable[[Hashable], Drawing]
+"""Returns the drawing of code that runs again in a backward, as `Reruns` does its monitor.
 
-    def rerun(self, key: Hashable) -> Drawing:
-        """Returns the drawing of one such run; a checkpoint's repeats its first run's draws."""
-        ...
+A checkpoint's repeats the draws of its first run.
+"""

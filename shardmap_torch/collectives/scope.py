@@ -14,8 +14,8 @@ from torch import Tensor
 from shardmap_torch.collectives.protocol import (
     Backend,
     Drawing,
-    LaterDrawing,
     Monitor,
+    Redraws,
     Reruns,
     is_checker,
 )
@@ -36,6 +36,7 @@ class Scope:
         monitor: compares it with the checked program; None if it is not checked.
         drawing: seeds its random draws; None if it draws nothing, or is not checked.
         reruns: has the monitors of its runs in a backward, on a scope that `fork` returned.
+        redraws: has their drawings.
     """
 
     backend: Backend
@@ -43,6 +44,7 @@ class Scope:
     monitor: Monitor | None = None
     drawing: Drawing | None = None
     reruns: Reruns | None = None
+    redraws: Redraws | None = None
 
     def on_operation(self, what: object, x: Tensor | None = None) -> None:
         """Reports an operation to the monitor, if there is one."""
@@ -80,16 +82,16 @@ class Scope:
         """Returns the scope to keep for code that a backward will run again; see `Monitor.fork`."""
         if self.monitor is None:
             return self
-        drawing = None if self.drawing is None else self.drawing.fork()
-        return Scope(self.backend, self.axes, self.monitor, drawing, self.monitor.fork(what))
+        redraws = None if self.drawing is None else self.drawing.fork()
+        reruns = self.monitor.fork(what)
+        return Scope(self.backend, self.axes, self.monitor, self.drawing, reruns, redraws)
 
     def rerun(self, key: Hashable) -> "Scope":
         """Returns the scope of one such run, on a scope that `fork` returned."""
         if self.reruns is None:
             return self
-        drawing: LaterDrawing | None = self.drawing  # type: ignore[assignment]  # by `fork`
-        later = None if drawing is None else drawing.rerun(key)
-        return Scope(self.backend, self.axes, self.reruns(key), later)
+        drawing = None if self.redraws is None else self.redraws(key)
+        return Scope(self.backend, self.axes, self.reruns(key), drawing)
 
     def end(self) -> None:
         """Ends a run that `rerun` began."""

@@ -4,7 +4,6 @@ Bodies make plain tensors, and close over them: they are equal on all ranks of t
 DTensor takes no plain operands, and does not give them right gradients where it does.
 """
 
-from collections.abc import Hashable
 from typing import Any, Final
 
 import torch
@@ -14,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.autograd import FunctorchForm
-from shardmap_torch.collectives.protocol import Drawing, LaterDrawing, Monitor
+from shardmap_torch.collectives.protocol import Drawing, Monitor, Redraws
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.torch_private.engine import (
@@ -252,11 +251,9 @@ class Sharing:
     So they are active again where a backward runs the body's code once more.
     """
 
-    def __init__(
-        self, backend: SharingBackend, drawing: Drawing | None, later: LaterDrawing | None = None
-    ) -> None:
-        """Keeps the drawing of a body, or of code that will run again; None if it draws nothing."""
-        self._backend, self._drawing, self._later = backend, later or drawing, later
+    def __init__(self, backend: SharingBackend, drawing: Drawing | None) -> None:
+        """Keeps the drawing of a body, or of code that runs again; None if it draws nothing."""
+        self._backend, self._drawing = backend, drawing
         self._modes, self._depth = (_Fallback(backend), _Replicate(backend)), 0
 
     def enter(self, monitor: Monitor | None) -> None:
@@ -276,11 +273,7 @@ class Sharing:
             for mode in reversed(self._modes):
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
-    def fork(self) -> "Sharing":
-        """Returns the modes of code that will run again in a backward."""
-        later = None if self._drawing is None else self._drawing.fork()
-        return Sharing(self._backend, None, later)
-
-    def rerun(self, key: Hashable) -> "Sharing":
-        """Returns, on what `fork` returned, the modes of one such run."""
-        return Sharing(self._backend, None if self._later is None else self._later.rerun(key))
+    def fork(self) -> Redraws:
+        """Returns what makes the modes of code that runs again in a backward."""
+        redraws = None if self._drawing is None else self._drawing.fork()
+        return lambda key: Sharing(self._backend, None if redraws is None else redraws(key))

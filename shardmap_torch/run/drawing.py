@@ -10,7 +10,8 @@ the draw V. So ranks agree over all other axes, every mesh gives the same number
 A dispatch mode, active in such bodies only, finds the ATen operations that draw.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.checker.calls.draws import DRAW
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.protocol import Monitor
+from shardmap_torch.collectives.protocol import Monitor, Redraws
 from shardmap_torch.core.threefry import threefry_of_ints
 from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from shardmap_torch.mesh import Mesh
@@ -83,12 +84,12 @@ class Drawing:
         if self._depth == 0:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
-    def fork(self) -> "_Fork":
-        """Records the number of draws before code that will run again in a backward."""
+    def fork(self) -> Redraws:
+        """Notes the number of draws before code that will run again in a backward."""
         self._forks += 1
-        return _Fork(self, self._count, self._forks)
+        return partial(self._again, self._count, self._forks)
 
-    def later(self, key: object, count: int, fork: int) -> "Drawing":
+    def _again(self, count: int, fork: int, key: Hashable) -> "Drawing":
         """Returns the drawing of that code: a checkpoint repeats its draws, others draw again."""
         if key == _AGAIN:
             return Drawing(self._mesh, self._place, self._seed, count)
@@ -108,25 +109,6 @@ class Drawing:
             index = index * (size + 1) + (self._place[axis] + 1 if own else 0)
         self._count += 1
         return threefry_of_ints(threefry_of_ints(self._seed(), self._count), index)
-
-
-class _Fork:
-    """The `Drawing` of code that will run again in a backward."""
-
-    def __init__(self, origin: Drawing, count: int, fork: int) -> None:
-        self._origin, self._count, self._fork = origin, count, fork
-
-    def enter(self, monitor: Monitor | None) -> None:
-        self._origin.enter(monitor)
-
-    def leave(self) -> None:
-        self._origin.leave()
-
-    def fork(self) -> "_Fork":
-        return self._origin.fork()
-
-    def rerun(self, key: object) -> Drawing:
-        return self._origin.later(key, self._count, self._fork)
 
 
 class _Mode(TorchDispatchMode):
