@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from shardmap_torch.core.source_location import Site
+from shardmap_torch.errors import show_shape
 from shardmap_torch.mesh import Mesh
 
 
@@ -41,13 +42,13 @@ class Redistribution:
 
     def __str__(self) -> str:
         """Formats it as `mm: float32[8, 4] (S(0)) -> (R), sends 96 B  # model.py:3: y = x @ w`."""
-        dtype = str(self.dtype).removeprefix("torch.")
         layouts = f"({shown(self.src)}) -> ({shown(self.dst)})"
         layouts += f" over {', '.join(self.axes)}" * bool(self.axes)
         where = f"  # {self.site}" if self.site is not None else ""
         is_named = self.in_backward and self.site is not None
         name = self.op + " backward" * is_named + " (asked for)" * (not self.is_implicit)
-        return f"{name}: {dtype}{list(self.shape)} {layouts}, sends {self.num_bytes} B{where}"
+        shape = show_shape(self.dtype, self.shape)
+        return f"{name}: {shape} {layouts}, sends {self.num_bytes} B{where}"
 
 
 @dataclass(frozen=True)

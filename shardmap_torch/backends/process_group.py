@@ -259,16 +259,8 @@ def _gathered(move: str, line: Line, c: Collective, x: Tensor) -> Tensor:
     return result.every()[line.own].clone()
 
 
-def _sum(line: Line, c: Collective, x: Tensor) -> Tensor:
-    return line.wire.reduce(x, "sum")
-
-
-def _max(line: Line, c: Collective, x: Tensor) -> Tensor:
-    return line.wire.reduce(x, "max")
-
-
-def _min(line: Line, c: Collective, x: Tensor) -> Tensor:
-    return line.wire.reduce(x, "min")
+def _reduce(op: str, line: Line, c: Collective, x: Tensor) -> Tensor:
+    return line.wire.reduce(x, op)
 
 
 def _is_plain(line: Line, c: Collective, x: Tensor) -> bool:
@@ -325,9 +317,7 @@ def _sum_mask(line: Line, c: Collective, x: Tensor) -> Tensor:
 
 
 MOVES: Final[Mapping[str, Movement]] = {
-    "sum": _sum,
-    "max": _max,
-    "min": _min,
+    **{op: partial(_reduce, op) for op in ("sum", "max", "min")},
     "gather": _gather,
     "sum_scatter": _sum_scatter,
     "exchange": _exchange,

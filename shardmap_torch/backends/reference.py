@@ -7,6 +7,7 @@ value that is equal on all ranks has no leading dimension.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -54,14 +55,9 @@ def _sum_of_ranks(x: Tensor) -> Tensor:
     return x.permute(0, *order).sum(0, dtype=x.dtype).permute([order.index(dim) for dim in dims])
 
 
-def _max(c: Collective, x: Stack) -> Stack:
+def _extremum(reduce: Callable[[Tensor, int], Tensor], c: Collective, x: Stack) -> Stack:
     with _supported(c, x):
-        return x.equal(x.every().amax(0)) if x.varies else x
-
-
-def _min(c: Collective, x: Stack) -> Stack:
-    with _supported(c, x):
-        return x.equal(x.every().amin(0)) if x.varies else x
+        return x.equal(reduce(x.every(), 0)) if x.varies else x
 
 
 @contextmanager
@@ -216,8 +212,8 @@ def _same(c: Collective, x: Stack) -> Stack:
 MOVES: Final[Mapping[str, Callable[[Collective, Stack], Stack]]] = MappingProxyType(
     {
         "sum": _sum,
-        "max": _max,
-        "min": _min,
+        "max": partial(_extremum, torch.amax),
+        "min": partial(_extremum, torch.amin),
         "gather": _gather,
         "slice": _slice,
         "pad": _pad,

@@ -19,7 +19,7 @@ from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.control.start import current
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
-from shardmap_torch.errors import ShardMapError
+from shardmap_torch.errors import ShardMapError, show_shape
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 """Types of static arguments that are compared: the `repr` of others may differ by process."""
@@ -76,9 +76,8 @@ def _collective(equation: Equation) -> str:
 def _arguments(call: Call) -> Iterator[str]:
     for leaf, path, spec in zip(call.leaves, call.match.paths, call.match.specs, strict=True):
         if isinstance(leaf, Tensor):
-            dtype = str(leaf.dtype).removeprefix("torch.")
             grad = ", requires_grad" * leaf.requires_grad
-            yield f"  {path}: {dtype}{list(leaf.shape)}, {spec!r}{grad}"
+            yield f"  {path}: {show_shape(leaf.dtype, leaf.shape)}, {spec!r}{grad}"
         elif is_compared(leaf):
             yield f"  {path} = {leaf!r}"
 

@@ -54,7 +54,7 @@ class NestedBoundaries:
             ShardTypeError: names all that do not match, and where they come from.
         """
         problems: list[str] = []
-        found: dict[int, tuple[Operation, ...]] = {}
+        found: dict[Where, tuple[Cast, ...]] = {}
         for position in edge.positions:
             spec, path = edge.spec(position), edge.paths[position]
             value = self._interpreter.fakify(edge.values[position])
@@ -67,13 +67,12 @@ class NestedBoundaries:
                     problems.append(casts)
                     continue
                 self._note(crossing, position, axis, casts, f"{path} of {edge.name}")
-                made = tuple(Collective(name, src, dst, (axis,)) for name, src, dst in casts)
-                found[position] = found.get(position, ()) + made
+                found[position, axis] = casts
         if problems:
             head = f"{edge.name}: the result does not match out_specs:"
             wrong = ShardTypeError("\n".join([head, *problems]))
             self._interpreter.numbers.branches.fail(wrong)
-        return found
+        return Crossing(found).collectives
 
     def _note(
         self, crossing: Crossing, position: int, axis: str, casts: tuple[Cast, ...], what: str

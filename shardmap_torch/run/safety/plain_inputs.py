@@ -17,7 +17,7 @@ from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.hashing import hash_of
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.errors import SpecError, listing, show_shape
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 
@@ -55,10 +55,9 @@ class PlainInputs:
         for at, (path, x, spec) in enumerate(plain):
             ranks = _unlike([row[at] for row in rows])
             if ranks:
-                dtype = str(x.dtype).removeprefix("torch.")
                 problems.append(
-                    f"{path}: {dtype}{list(x.shape)}, {spec!r}, has other values on {ranks} than "
-                    "on rank 0"
+                    f"{path}: {show_shape(x.dtype, x.shape)}, {spec!r}, has other values on "
+                    f"{ranks} than on rank 0"
                 )
                 repairs.add(_repair(path, spec, call.mesh))
         if problems:
