@@ -43,6 +43,8 @@ def signature(call: Call, surroundings: Surroundings) -> Signature:
 def around(call: Call, surroundings: Surroundings) -> Surroundings:
     """Returns what the body and the objects among its arguments refer to."""
     leaves, static = call.leaves, call.match.static
+    if not static:
+        return surroundings
     return surroundings.beside([leaves[at] for at in static if _may_change(leaves[at])])
 
 
