@@ -89,9 +89,8 @@ class Call:
         match: Match,
         exits: Mapping[int, tuple[Collective, ...]],
         follow: Callable[[], Monitor],
-        draws: bool = False,
-        sharing: Mapping[int, int] | None = None,
-        rank_only: str | None = None,
+        draws: bool,
+        rank_only: str | None,
     ) -> "Call":
         """Returns the same call with what a check of it has found."""
         # Not dataclasses.replace, which looks every field up, in each call.
@@ -109,8 +108,7 @@ class Call:
             exits,
             follow,
             draws,
-            sharing,
-            rank_only,
+            rank_only=rank_only,
         )
 
     @property

@@ -109,7 +109,7 @@ class Verdict:
         leaves = call.leaves if self.refusal is None else detached(call)
         follow = partial(Replay, self.start, late)
         draws, rank_only = self.traits.draws, self.traits.rank_only
-        return call.checked(leaves, self.match, self.exits, follow, draws, rank_only=rank_only)
+        return call.checked(leaves, self.match, self.exits, follow, draws, rank_only)
 
     @property
     def batches(self) -> bool:
