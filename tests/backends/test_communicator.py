@@ -1,5 +1,6 @@
 """The communicator on gloo: what its moves give, and how their waits end."""
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -38,7 +39,7 @@ LATE = 0.6  # seconds
 
 def wire_over(group: dist.ProcessGroup | None) -> GlooWire:
     assert group is not None
-    return GlooWire(group, dist.get_world_size(), dist.get_rank())
+    return GlooWire(group, dist.get_world_size(group), dist.get_rank(group))
 
 
 def interrupted(name: str) -> tuple[float, bool]:
@@ -167,3 +168,57 @@ def rounded() -> None:
 
 def test_a_scattered_sum_of_halves_is_rounded_once(gloo: Gloo) -> None:
     gloo(3).run(rounded)
+
+
+MIXED: Mapping[str, tuple[Callable[[GlooWire, Tensor], Tensor], Callable[..., Tensor]]] = {
+    "reduce": (lambda wire, x: wire.reduce(x, "max"), lambda xs, _: xs.amax(0)),
+    "gather": (lambda wire, x: wire.gather(x), lambda xs, _: xs),
+    "gather_along": (lambda wire, x: wire.gather_along(x, 1), lambda xs, _: torch.cat([*xs], 1)),
+    "sum_scatter": (lambda wire, x: wire.sum_scatter(x), lambda xs, rank: xs.sum(0)[rank]),
+    "exchange": (lambda wire, x: wire.exchange(x), lambda xs, rank: xs[:, rank]),
+    "permute": (
+        lambda wire, x: wire.permute(x, [(r, r ^ 1) for r in range(wire.size)]),
+        lambda xs, rank: xs[rank ^ 1],
+    ),
+}
+"""Moves of a tensor [rank, n], and the result from all ranks' tensors stacked."""
+
+
+def in_any_order(seed: int) -> None:
+    """Moves on groups that overlap, by ranks that come at other times; some gathers end later."""
+    shared, own = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
+    rank = dist.get_rank()
+    families = [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    wires = [
+        (ranks, wire_over(dist.new_subgroups_by_enumeration(family)[0]))
+        for family in families
+        for ranks in family
+        if rank in ranks
+    ]
+    open_gathers: list[tuple[Callable[[], Tensor], Tensor]] = []
+    for _ in range(100):
+        (ranks, wire), name = shared.choice(wires), shared.choice([*MIXED, "start_gather"])
+        n, draw = (
+            shared.choice((1, 60, 9000)),
+            torch.Generator().manual_seed(shared.getrandbits(30)),
+        )
+        xs = torch.randint(-9, 9, (4, 4, n), generator=draw).double()[ranks, : len(ranks)]
+        time.sleep(own.choice((0.0, 0.0, 0.001)))
+        if name == "start_gather":
+            open_gathers.append((wire.start_gather(xs[wire.rank]), xs))
+        else:
+            move, wanted = MIXED[name]
+            assert torch.equal(move(wire, xs[wire.rank]), wanted(xs, wire.rank)), name
+        if shared.random() < 0.1:
+            finish_all(open_gathers)
+    finish_all(open_gathers)
+
+
+def finish_all(gathers: list[tuple[Callable[[], Tensor], Tensor]]) -> None:
+    while gathers:
+        finish, wanted = gathers.pop()
+        assert torch.equal(finish(), wanted)
+
+
+def test_moves_of_several_groups_do_not_meet(gloo: Gloo) -> None:
+    gloo(4).run(in_any_order, 0)
