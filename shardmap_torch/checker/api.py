@@ -213,12 +213,25 @@ def _ask(f: Callable[..., Any]) -> Callable[..., Verdict]:
 
 
 def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
-    """Returns the typed program of a shard_mapped function for these arguments.
+    """Returns the typed program of a shard_mapped function for these arguments, as `check_program`.
+
+    It prints one equation a line, forward and backward, with the types of its results, the bytes
+    that each rank sends, and the line of the body.
 
     Raises:
         ShardTypeError: as `check_program`.
 
     Source: `jax.make_jaxpr`.
+
+    Example:
+        >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
+        >>> mesh = make_mesh((4,), ("dp",), kind="abstract")
+        >>> @shard_map(mesh=mesh, in_specs=P("dp"), out_specs=P())
+        ... def total(x):
+        ...     return all_reduce(x.sum(), "dp", dst=I)
+        >>> program = trace(total, ShapeDtype((8,)))
+        >>> [equation.name for equation in program.equations], program.bytes_sent()
+        (['sum', "all_reduce('dp', Partial -> I)"], {'dp': 6})
     """
     return program_of(check_program(f, *args, **kwargs))
 
@@ -236,11 +249,24 @@ def program_of(verdict: Verdict) -> Program:
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Reports a program's communication: each collective with its line, bytes and backward.
 
-    The report ends with the verdict of global strictness: whether the forward is that of the same
-    program on one device, and which `local_region`s that assumes to be right.
+    Takes arguments as `check_program` does, and runs nothing. The report ends with the verdict of
+    global strictness: whether the forward is that of the same program on one device, and which
+    `local_region`s that assumes to be right.
 
     Raises:
         ShardTypeError: as `check_program`.
+
+    Example:
+        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> mesh = make_mesh((4,), ("dp",), kind="abstract")
+        >>> double = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+        >>> print(explain(double, ShapeDtype((8,))))
+        <lambda> on the abstract mesh (dp=4)
+        arguments:
+          x: P('dp')
+        collectives:
+        bytes sent by each rank, forward and backward:
+        global: the same program on one device
     """
     program = trace(f, *args, **kwargs)
     lines = [f"{program.name} on the {program.mesh}", "arguments:"]

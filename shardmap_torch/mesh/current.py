@@ -41,7 +41,16 @@ def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
 
 
 def current_mesh() -> Mesh | None:
-    """Returns the mesh of the innermost `use_mesh` on this thread, or None."""
+    """Returns the mesh of the innermost `use_mesh` on this thread, or None.
+
+    Source: `jax.sharding.get_mesh`.
+
+    Example:
+        >>> from shardmap_torch import make_mesh, use_mesh
+        >>> with use_mesh(make_mesh((2,), ("dp",), kind="simulated")):
+        ...     print(current_mesh())
+        simulated mesh (dp=2)
+    """
     return _AMBIENT.meshes[-1] if _AMBIENT.meshes else None
 
 

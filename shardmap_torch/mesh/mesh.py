@@ -111,6 +111,9 @@ class Mesh(Grid):
     def rank(self) -> int:
         """The rank of this process; 0 where one process holds all ranks.
 
+        For what one process does outside of a body, such as to print. In a body the ranks of a
+        simulated mesh are one process: `axis_index` tells them apart.
+
         Source: `jax.process_index`, `torch.distributed.get_rank`.
         """
         return dist.get_rank() if self.device_mesh is not None else 0

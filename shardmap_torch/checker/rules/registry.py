@@ -54,7 +54,7 @@ def register_rule(op: OpOverload, row: Row) -> None:
 
     Example:
         >>> import torch
-        >>> from shardmap_torch.checker.rules.rule import Row
+        >>> from shardmap_torch import Row, register_rule
         >>> @torch.library.custom_op("readme_lib::halve", mutates_args=())
         ... def halve(x: torch.Tensor) -> torch.Tensor:
         ...     return x / 2
