@@ -224,6 +224,11 @@ class Recorder(TorchDispatchMode):
                 sites = [step.site for step in self.steps if number in step.results]
                 raise TransformError(_MOVED.format(self.name, at(*sites[:1])))
 
+    def forget(self) -> None:
+        """Forgets the run; graphs of its tensors have the backend, and that has this recorder."""
+        self.tensors.clear()
+        self.steps.clear()
+
     def _record(
         self, function: Any, args: Any, kwargs: Mapping[str, Any], result: Any, writes: bool
     ) -> None:

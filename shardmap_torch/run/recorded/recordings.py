@@ -143,8 +143,18 @@ class Recordings:
         inputs = _separate(tensors, captured)
         torch.clear_autocast_cache()  # it may have casts of captured tensors, which have no number
         recorder = Recorder(self._name, inputs, captured)
-        with Looking(), recorder:
-            leaves, finish = record(recorder, inputs)
+        try:
+            with Looking(), recorder:
+                leaves, finish = record(recorder, inputs)
+            others, run = self._program(recorder, leaves, static)
+        finally:
+            recorder.forget()
+        return list(leaves), Recording(run, others, finish, list(captured), order)
+
+    def _program(
+        self, recorder: Recorder, leaves: Sequence[Any], static: Sequence[Any]
+    ) -> tuple[list[Any], Runnable]:
+        """Returns the leaves that are no tensors, and what computes those that are."""
         recorder.require_unmoved()
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any([x.requires_grad for x in made]):
@@ -154,8 +164,7 @@ class Recordings:
                 raise TransformError(_OBJECT.format(self._name, type(leaf).__name__))
         program = simplify(recorder, [recorder.number(x) for x in made])
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        run = runnable(program, self._name)
-        return list(leaves), Recording(run, others, finish, list(captured), order)
+        return others, runnable(program, self._name)
 
 
 def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

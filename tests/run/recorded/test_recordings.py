@@ -1,5 +1,6 @@
 """Traced calls run recorded operators, and what they may not record is an error."""
 
+import gc
 from typing import Any, Final
 from unittest import mock
 
@@ -98,6 +99,21 @@ def _plain(x: Any) -> Tensor:
 @pytest.mark.parametrize("kind", ["vmap", "gloo"])
 def test_gradients_in_the_body_are_recorded(kind: str, gloo: Gloo) -> None:
     run_on(kind, gradients, gloo)
+
+
+def kept(mesh: Mesh) -> None:
+    """No recording keeps arguments, results or what was computed between."""
+    out_specs = P(), (P(None, "tp"), P("tp"))
+    f = shard_map(step, mesh=mesh, in_specs=IN, out_specs=out_specs, replay=True)
+    for _ in range(2):
+        f(random((31, 3), 0), *operands(0)[1:])
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Tensor and 31 in each.shape]
+
+
+@pytest.mark.parametrize("kind", ["vmap", "gloo"])
+def test_a_recording_leaves_no_tensors_behind(kind: str, gloo: Gloo) -> None:
+    run_on(kind, kept, gloo)
 
 
 def test_numbers_are_refused() -> None:
