@@ -87,14 +87,17 @@ def _term(first: Term, terms: Sequence[Term | None], own: Term | None, is_seeded
 def _skeleton(store: TermStore, output: Tensor, operand: Tensor) -> int:
     """Returns a number of the paths from an output to an operand, which equal paths share."""
     with store.interpreter.paused(), DisableTorchFunction():
-        target = get_gradient_edge(operand)[:2]
+        target = None if operand.grad_fn is None else (operand.grad_fn, operand.output_nr)
         start = get_gradient_edge(output)[:2] if output.requires_grad else (None, 0)
     labels: dict[Node | None, int | None] = {None: None}
 
     def leading(edge: tuple[Node | None, int]) -> Any:
         """Returns what an edge leads to; None if it is not the operand."""
         label = labels[edge[0]]
-        return OPERAND if edge == target else None if label is None else (label, edge[1])
+        # A leaf is known by its node: a transform that has ended leaves no way from it to that.
+        is_leaf = target is None and getattr(edge[0], "variable", None) is operand
+        is_operand = is_leaf or edge == target
+        return OPERAND if is_operand else None if label is None else (label, edge[1])
 
     stack = [start[0]]
     while stack:

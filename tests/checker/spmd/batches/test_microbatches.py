@@ -21,6 +21,7 @@ from shardmap_torch import (
     convert,
     make_mesh,
     shard_map,
+    vjp,
 )
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -589,3 +590,27 @@ def test_microbatches_stay_what_they_are_in_lookups_and_over_other_axes(
     torch.testing.assert_close(mapped(right, (2, 2)), mapped(right, (1, 1)))
     with pytest.raises(ShardTypeError, match="it depends on microbatches 0 of 2"):
         mapped(wrong, (2, 2))
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_microbatches_share_parameters_that_a_vjp_has_gathered_once(is_right: bool) -> None:
+    def gradient(w: Tensor, x: Tensor) -> Tensor:
+        return grad(lambda w: all_reduce(loss(w, x), "dp", op="mean", dst=I), w)
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        gathered, pull = vjp(lambda w: all_gather(w, "dp", dst=R), w)
+        one, two = x.chunk(2)
+        first, second = gradient(gathered, one), gradient(gathered, two)
+        (shard,) = pull((first + (second if is_right else 2 * second)) / 2)
+        return w - shard / (shard.square() + 1)
+
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    specs = (P("dp"), P("dp"))
+    f = shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("dp"), check="global")
+    w, x = torch.linspace(-1, 1, 4), torch.linspace(-2, 1, 32).reshape(8, 4)
+    if not is_right:
+        with pytest.raises(ShardTypeError, match="combines microbatches"):
+            f(w, x)
+        return
+    expected = grad(lambda w: loss(w, x), w)
+    torch.testing.assert_close(f(w, x), w - expected / (expected.square() + 1))
