@@ -602,7 +602,8 @@ def test_microbatches_share_parameters_that_a_vjp_has_gathered_once(is_right: bo
         one, two = x.chunk(2)
         first, second = gradient(gathered, one), gradient(gathered, two)
         (shard,) = pull((first + (second if is_right else 2 * second)) / 2)
-        return w - shard / (shard.square() + 1)
+        new: Tensor = w - shard / (shard.square() + 1)
+        return new
 
     mesh = make_mesh((2,), ("dp",), kind="simulated")
     specs = (P("dp"), P("dp"))
