@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shardmap_torch import (
     I,
@@ -129,29 +129,6 @@ def test_a_compiled_call_is_checked_again_when_its_code_refers_to_something_else
         assert text.startswith(
             "body: the result does not match out_specs:\n  out: P() promises one"
         )
-
-
-def of_dynamic_sizes() -> float:
-    """The largest error of DTensors that are redistributed, at two sizes."""
-    torch._dynamo.reset()
-    mesh = make_mesh((2,), ("tp",), kind="process_group")
-    specs = P(), P(None, "tp"), P("tp")
-
-    def body(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return all_reduce(torch.relu(x @ w1) @ w2, "tp", dst=I)
-
-    f = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
-    compiled, errors = torch.compile(f, backend="eager", fullgraph=True), []
-    for rows in (4, 8, 6):
-        xs = [torch.arange(n * m).double().sin().view(n, m) for n, m in ((rows, 6), (6, 8), (8, 6))]
-        pairs = zip(xs, (Shard(0), Replicate(), Shard(1)), strict=True)
-        placed = [distribute_tensor(x, mesh.device_mesh, [to]) for x, to in pairs]
-        errors.append(float((compiled(*placed) - torch.relu(xs[0] @ xs[1]) @ xs[2]).abs().max()))
-    return max(errors)
-
-
-def test_dtensors_that_are_redistributed_compile_at_a_second_size(gloo: Gloo) -> None:
-    assert max(gloo(2).run(of_dynamic_sizes, timeout=120)) < 1e-12
 
 
 def test_functions_do_not_share_the_limit_of_compilations() -> None:
