@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.backends.communicator import Wire
+from shardmap_torch.backends.communicator import TracedWire, Wire
 from shardmap_torch.control.start import current, peers
 from shardmap_torch.control.waiting import is_done
 
@@ -105,6 +105,19 @@ class GlooWire(Wire):
             control.waiting.wait_on(work)
         else:
             work.wait()
+
+
+@dataclass(frozen=True)
+class TracedGlooWire(TracedWire):
+    """`TracedWire` on gloo, without its reduce-scatter."""
+
+    def sum_scatter(self, parts: Tensor) -> Tensor:
+        """Sums all ranks' stacks; each rank keeps its row."""
+        return _added(self.exchange(parts))
+
+    def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
+        """Sums all ranks' values; each rank keeps its shard of `dim`."""
+        return self.sum_scatter(torch.stack(x.split(x.shape[dim] // self.size, dim)))
 
 
 def _by_rank(tensors: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardmap_torch.backends import reference
 from shardmap_torch.backends.communicator import TracedWire, Wire
-from shardmap_torch.backends.gloo import GlooWire
+from shardmap_torch.backends.gloo import GlooWire, TracedGlooWire
 from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, LocalMovement, on_one_rank
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
@@ -179,9 +179,10 @@ class ProcessGroupBackend(RankBackend):
     def line(self, axes: tuple[str, ...]) -> Line:
         """Returns the ranks along `axes`, for eager or for compiled code."""
         if torch.compiler.is_compiling():
-            name, order, own = _constants(self, axes)
+            is_gloo, name, order, own = _constants(self, axes)
+            kind = TracedGlooWire if is_gloo else TracedWire
             # Made here: Dynamo cannot trace an object of a default that the backward comes upon.
-            return Line(TracedWire(name, len(order), order[own]), order, own, RankGroup())
+            return Line(kind(name, len(order), order[own]), order, own, RankGroup())
         known = self._lines.get(axes)
         if known is None:
             known = self._lines[axes] = self._make_line(axes)
@@ -193,7 +194,7 @@ class ProcessGroupBackend(RankBackend):
         order = tuple(in_group.index(rank) for rank in ranks)
         own = self.mesh.index(axes, self.place)
         group = self.mesh.group(axes)
-        kind = GlooWire if dist.get_backend(group) == "gloo" else Wire
+        kind = GlooWire if _is_gloo(group) else Wire
         wire = kind(group, len(order), order[own])
         name = f"{','.join(axes)} from rank {in_group[0]} of {len(in_group)}"
         return Line(wire, order, own, RankGroup(name, tuple(in_group)))
@@ -202,9 +203,14 @@ class ProcessGroupBackend(RankBackend):
 @constant
 def _constants(
     backend: ProcessGroupBackend, axes: tuple[str, ...]
-) -> tuple[str, tuple[int, ...], int]:
-    line = backend._make_line(axes)
-    return backend.mesh.group(axes).group_name, line.order, line.own
+) -> tuple[bool, str, tuple[int, ...], int]:
+    line, group = backend._make_line(axes), backend.mesh.group(axes)
+    return _is_gloo(group), group.group_name, line.order, line.own
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    found: bool = dist.get_backend(group) == "gloo"
+    return found
 
 
 def _move_here(

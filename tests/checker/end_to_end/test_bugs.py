@@ -345,8 +345,8 @@ def test_of_a_module_that_is_closed_over_the_way_to_call_it_is_told() -> None:
 
     text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
     assert text.splitlines()[-1] == (
-        "Fix: pass module.weight as an argument; torch.func.functional_call(module, parameters, "
-        "args) calls a module so."
+        "Fix: pass module.weight as an argument: parameters, apply = "
+        "shardmap_torch.functional(module), and apply(parameters, x) in the body."
     )
 
 
