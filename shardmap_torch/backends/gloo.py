@@ -1,11 +1,11 @@
-"""Communicator on gloo: parts go from rank to rank, and no wait outlasts the ranks it is for.
+"""Communicator on gloo: large parts go from rank to rank, and no wait outlasts the ranks it is for.
 
 gloo's own all-gather and all-to-all announce what they receive behind what they send. The rank that
 comes last then gets nothing before it has sent everything: 1.5 and 2 times the time of the link.
 Its reduce-scatter is an all-reduce of twice the bytes, and no wait for it can be ended.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,58 +20,39 @@ from shardmap_torch.control.waiting import is_done
 _TAG: Final = 7_301
 """Tag of the messages: what a program sends itself on the group has another one, as a rule."""
 
-_SMALL: Final = 2**14
-"""Bytes of a sum that all ranks send to all; of more, gloo's ring sends less or as quickly."""
-
-
-def _added(stack: Tensor) -> Tensor:
-    return stack.sum(0, dtype=stack.dtype)
-
-
-_COMBINED: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
-    "sum": _added,
-    "max": lambda stack: stack.amax(0),
-    "min": lambda stack: stack.amin(0),
-}
+_LARGE: Final = 2**20
+"""Bytes of a part from which it goes from rank to rank; smaller ones wait more for threads so."""
 
 
 @dataclass(frozen=True)
 class GlooWire(Wire):
     """`Wire` on gloo. A long wait checks if the other ranks can still arrive; see `control`."""
 
-    def reduce(self, x: Tensor, op: str) -> Tensor:
-        """Combines all ranks' values: small ones in one message to each, not 2 (n-1) in turn."""
-        return _COMBINED[op](self.gather(x)) if x.nbytes <= _SMALL else super().reduce(x, op)
-
     def gather(self, x: Tensor) -> Tensor:
         """Stacks all ranks' values along a new leading dim."""
+        if x.nbytes < _LARGE:
+            return super().gather(x)
         out = x.new_empty((self.size, *x.shape))
-        x = x.contiguous()
-        self._swap(dict.fromkeys(range(self.size), x), _by_rank(out.unbind(0)))
+        self._swap(dict.fromkeys(range(self.size), x.contiguous()), _by_rank(out))
         return out
 
     def gather_along(self, x: Tensor, dim: int) -> Tensor:
         """Concatenates all ranks' values along `dim`."""
+        if x.nbytes < _LARGE:
+            return super().gather_along(x, dim)
         stacked = self.gather(x)
         return stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(0), dim)
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
         """Sums all ranks' values, in their order; each rank keeps its shard of `dim`."""
-        parts = x.split(x.shape[dim] // self.size, dim)
-        out = x.new_empty((self.size, *parts[0].shape))
-        self._swap({r: part.contiguous() for r, part in enumerate(parts)}, _by_rank(out.unbind(0)))
-        return _added(out)
+        return _sum_scattered(self, x, dim)
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result comes from rank r."""
+        if parts.nbytes < _LARGE * self.size:
+            return super().exchange(parts)
         out = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        self._swap(_by_rank(parts.contiguous().unbind(0)), _by_rank(out.unbind(0)))
-        return out
-
-    def exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Sends the next `send[r]` rows to each rank r; the next `receive[r]` come from it."""
-        out = x.new_empty((sum(receive), *x.shape[1:]))
-        self._swap(_by_rank(x.contiguous().split(send)), _by_rank(out.split(receive)))
+        self._swap(_by_rank(parts.contiguous()), _by_rank(out))
         return out
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
@@ -88,8 +69,8 @@ class GlooWire(Wire):
         group = self.group
         others = [(self.rank + hops) % self.size for hops in range(1, self.size)]
         # A receive that is announced late comes after what this rank sends.
-        works = [group.recv([theirs[r]], r, _TAG) for r in others if _has_numbers(theirs.get(r))]
-        works += [group.send([mine[r]], r, _TAG) for r in others if _has_numbers(mine.get(r))]
+        works = [group.recv([theirs[r]], r, _TAG) for r in others if r in theirs]
+        works += [group.send([mine[r]], r, _TAG) for r in others if r in mine]
         if self.rank in theirs:
             theirs[self.rank].copy_(mine[self.rank])
         watch = peers()
@@ -113,16 +94,18 @@ class TracedGlooWire(TracedWire):
 
     def sum_scatter(self, parts: Tensor) -> Tensor:
         """Sums all ranks' stacks; each rank keeps its row."""
-        return _added(self.exchange(parts))
+        return self.sum_scatter_along(parts, 0)[0]
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
         """Sums all ranks' values; each rank keeps its shard of `dim`."""
-        return self.sum_scatter(torch.stack(x.split(x.shape[dim] // self.size, dim)))
+        return _sum_scattered(self, x, dim)
 
 
-def _by_rank(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-    return dict(enumerate(tensors))
+def _sum_scattered(wire: GlooWire | TracedGlooWire, x: Tensor, dim: int) -> Tensor:
+    length = x.shape[dim] // wire.size
+    rows = x.unflatten(0, (wire.size, length)) if dim == 0 else torch.stack(x.split(length, dim))
+    return wire.exchange(rows).sum(0, dtype=x.dtype)
 
 
-def _has_numbers(x: Tensor | None) -> bool:
-    return x is not None and x.numel() > 0
+def _by_rank(stack: Tensor) -> dict[int, Tensor]:
+    return dict(enumerate(stack.unbind(0)))

@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardmap_torch import I, LayerError, P, R, make_mesh, redistribute, shard_map, validate_rule
 from shardmap_torch.backends.communicator import Wire
-from shardmap_torch.backends.gloo import GlooWire
 from shardmap_torch.nn import column_linear, fsdp_gather, fsdp_layer, fsdp_layers, row_linear
 from shardmap_torch.nn.fsdp import gathered_shards
 from tests.nn.support.cases import (
@@ -182,10 +181,11 @@ def log_of_layers(frozen: int) -> tuple[list[str], list[str]]:
     mesh = make_mesh((2,), ("tp",))
     log: list[str] = []
     used: list[StorageWeakRef] = []
-    start, gather = GlooWire.start_gather, GlooWire.gather
+    gather = Wire.start_gather
 
-    def logged(finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def start_gather(wire: Wire, x: Tensor) -> Callable[[], Tensor]:
         log.append("start")
+        finish = gather(wire, x)
 
         def finished() -> Tensor:
             y = finish()
@@ -211,11 +211,7 @@ def log_of_layers(frozen: int) -> tuple[list[str], list[str]]:
         {"w": random(4, 4, seed=i).requires_grad_(i >= frozen), "v": random(4, 4, seed=-i)}
         for i in range(3)
     ]
-    with (
-        mock.patch.object(GlooWire, "gather_along", Wire.gather_along),  # by the boundary
-        mock.patch.object(GlooWire, "start_gather", lambda wire, x: logged(start(wire, x))),
-        mock.patch.object(GlooWire, "gather", lambda wire, x: logged(lambda: gather(wire, x))()),
-    ):
+    with mock.patch.object(Wire, "start_gather", start_gather):
         y: Any = f(layers, X[:, :4])
         forward = list(log)
         log.clear()
