@@ -31,7 +31,12 @@ from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.closures import Closures, closure_of
-from shardmap_torch.core.torch_private.engine import functorch, leave_uncompiled, set_compiler
+from shardmap_torch.core.torch_private.engine import (
+    forward_level,
+    functorch,
+    leave_uncompiled,
+    set_compiler,
+)
 from shardmap_torch.core.tree import Placed, Structure, Tree, broadcast_prefix, flatten
 from shardmap_torch.errors import MeshError, ShardTypeError, SpecError, read_names, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
@@ -287,6 +292,8 @@ class _Body:
         if current_scope() is not None or not self._check:
             set_compiler(compiler)
             return self.run(args, kwargs)
+        if forward_level() >= 0:  # a compiled call would drop its tangents
+            return self._run_checked(args, kwargs)
         with suppress(UncompiledError):
             if self._root is None:
                 self._root = Root(self._name)

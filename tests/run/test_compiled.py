@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from shardmap_torch import (
@@ -139,3 +140,14 @@ def test_functions_do_not_share_the_limit_of_compilations() -> None:
             f = shard_map(lambda x, by=factor: x * by, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
             compiled = torch.compile(f, backend="eager", fullgraph=True)
             assert compiled(torch.ones(2)).tolist() == [factor] * 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own
+def test_forward_mode_derivatives_are_those_of_the_call_that_is_not_compiled() -> None:
+    """torch.compile drops tangents of dual levels: a plain function's are None."""
+    mesh = make_mesh((2,), ("x",), kind="simulated")
+    f = shard_map(lambda x: x.sin(), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    x = torch.arange(4.0)
+    with forward_ad.dual_level():
+        y = torch.compile(f, backend="eager")(forward_ad.make_dual(x, torch.ones(4)))
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, x.cos())
