@@ -1,9 +1,7 @@
 """The limits of style that no other tool of `make test` checks."""
 
 import ast
-import io
 import re
-import tokenize
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +14,6 @@ from shardmap_torch import errors
 REPO = Path(__file__).parent.parent
 FOLDERS = ("shardmap_torch", "ops", "kernels", "tests", "examples", "benchmarks")
 SOURCES = sorted(path for folder in FOLDERS for path in (REPO / folder).rglob("*.py"))
-MAX_CODE_LINES = 500
 RIDDLES = ("What", "Where", "Whether", "How", "Who", "Whom", "Which", "As", "If", "By")
 """First words that put a docstring as a question or lean it on another one."""
 
@@ -29,53 +26,14 @@ ERRORS = [
 ]
 
 
-def code_lines(source: str) -> int:
-    """Lines of `source` that hold code: blank lines, comments and docstrings do not count."""
-    silent = {
-        tokenize.COMMENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-        tokenize.INDENT,
-        tokenize.NEWLINE,
-        tokenize.NL,
-    }
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in silent:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
-            docstring = node.body[0]
-            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
-    return len(lines)
-
-
-def test_code_lines_leave_out_blanks_comments_and_docstrings() -> None:
-    source = (
-        '"""Module.\n\ndoc"""\n\n# why\ndef f():\n    """Doc."""\n    return """a\n\nb"""  # c\n'
-    )
-    assert code_lines(source) == 4
-
-
 def found_in(paths: Iterable[Path], find: Callable[[str], object]) -> dict[str, object]:
     """Findings by file, of the files that have some."""
     found = {str(path.relative_to(REPO)): find(path.read_text()) for path in paths}
     return {name: each for name, each in found.items() if each}
 
 
-def lines_too_many(source: str) -> int:
-    """The number of lines of code beyond the limit."""
-    long = len(source.splitlines()) > MAX_CODE_LINES
-    return max(0, code_lines(source) - MAX_CODE_LINES) if long else 0
-
-
 def test_a_finding_is_by_the_name_of_its_file() -> None:
     assert found_in([Path(__file__)], len).keys() == {"tests/test_gates.py"}
-    assert lines_too_many("x = 1\n" * (MAX_CODE_LINES + 2)) == 2
-
-
-def test_a_file_has_at_most_500_lines_of_code() -> None:
-    assert found_in(SOURCES, lines_too_many) == {}
 
 
 def docstrings(source: str) -> list[str]:
@@ -147,21 +105,6 @@ def test_mypy_checks_every_source_folder() -> None:
 def test_no_error_is_a_type_error(error: type[BaseException]) -> None:
     """Raised inside `a + b`, Python replaces a TypeError by its own and our text is lost."""
     assert not issubclass(error, TypeError)
-
-
-PACKAGES = sorted({path.parent for path in SOURCES if not path.is_relative_to(REPO / "tests")})
-PRODUCT = [
-    folder
-    for folder in PACKAGES
-    if folder.relative_to(REPO).parts[0] in ("shardmap_torch", "ops", "kernels")
-]
-
-
-@pytest.mark.parametrize("folder", PRODUCT, ids=lambda folder: str(folder.relative_to(REPO)))
-def test_a_package_has_at_most_14_files_and_3000_lines(folder: Path) -> None:
-    files = list(folder.glob("*.py"))
-    assert len(files) <= 14
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 3000
 
 
 TESTS = [path for path in SOURCES if path.name.startswith("test_")]
