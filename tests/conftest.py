@@ -30,7 +30,7 @@ SLOW: Final = {
         *("checker/rules/test_rules.py", "collectives/test_table.py", "kernels/test_typed.py"),
         *("kernels/transports/test_streams.py", "kernels/test_engine.py", "test_lax.py"),
         *("kernels/test_planner.py", "checker/sizes/test_general.py", "ops/test_reduce.py"),
-        *("checker/stored/test_store.py", "checker/verify/test_repairs.py", "ops/test_reshard.py"),
+        *("checker/verify/test_repairs.py", "ops/test_reshard.py"),
     )
 }
 

@@ -183,8 +183,7 @@ def _operand(use: Use) -> str:
 def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
     """Checks a shard_mapped function for these arguments, without running it.
 
-    Tensors may be replaced by `ShapeDtype`; the mesh may be abstract, of any size. Where the
-    environment variable SHARDMAP_CACHE names a folder, verdicts are looked up and kept there.
+    Tensors may be replaced by `ShapeDtype`; the mesh may be abstract, of any size.
 
     Returns:
         The verdict: specs with every axis typed, results, equations.

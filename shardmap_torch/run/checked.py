@@ -22,7 +22,6 @@ from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.history import History
-from shardmap_torch.checker.stored.store import Stored
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt
 from shardmap_torch.checker.verify.verdict import verify as verify_steps
@@ -93,7 +92,7 @@ class Checked:
         self._surroundings = Surroundings(function)
         self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
-        self._history, self._stored = History(), Stored(name)
+        self._history = History()
         self._inputs, self._replay = PlainInputs(debug), replay
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
@@ -187,7 +186,6 @@ class Checked:
     def _forget(self, key: Signature, call: Call) -> None:
         self._verdicts.forget(key)
         self._history.forget(key, call)
-        self._stored.distrust(call, self._strictness)
 
     def refuse(self, mesh: Mesh, error: ShardMapError) -> NoReturn:
         """Raises the error of a call that cannot be checked, after comparing it on all processes.
@@ -235,8 +233,7 @@ class Checked:
     def _verify(self, call: Call) -> Verdict:
         check = partial(verify, call, self._strictness)
         shares = is_simulated(call.mesh)
-        purely = partial(verify_purely, self._name, around(call, self._surroundings), check, shares)
-        return self._stored.get(call, self._strictness, purely)
+        return verify_purely(self._name, around(call, self._surroundings), check, shares)
 
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:
         """A verdict on symbols, of a body that keeps none of them."""
@@ -260,7 +257,7 @@ class Checked:
             raise
         is_new = known.description is None
         if known.description is None:
-            with postponing_full_collections():  # of a loaded verdict the program is made now
+            with postponing_full_collections():
                 known.description = describe(call, known.verdict)
         agree(known.description, departure, now=is_new or departure is not None)
         return known

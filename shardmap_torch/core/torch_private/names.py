@@ -175,11 +175,6 @@ DYNAMO: Final[Sequence[PrivateName]] = _rows(
 
 OPTIONAL: Final[Sequence[PrivateName]] = (
     *_rows(
-        "to see if torch.compile is active; without it no verdict is kept on disk",
-        "torch._C._dynamo.eval_frame",
-        "get_eval_frame_callback",
-    ),
-    *_rows(
         "to keep Dynamo from the boundary of calls, and from what handles the operations of a "
         "check; without them it traces the one, and torch wraps the other, at 3 us an operation",
         "torch._C._dynamo.eval_frame",

@@ -1,6 +1,6 @@
 """State that code refers to, in scripts: what has it, how a body reads a flag of it, and a change.
 
-A verdict on a body that reads it must not outlive the change, in memory or on disk.
+A verdict on a body that reads it must not outlive the change.
 """
 
 import types

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -31,7 +30,6 @@ from shardmap_torch import (
 from shardmap_torch.checker.verify import search
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials import by_numbers
-from tests.checker.support.restarts import as_started
 from tests.programs.support.everywhere import run_on
 from tests.run.trials.support.programs import CASES, Case, Mutant
 from tests.support.pool import Gloo
@@ -478,17 +476,6 @@ def test_each_size_is_tried_by_itself() -> None:
         with pytest.raises(ShardTypeError, match="tried with numbers over 'cp'"):
             run(15)
     assert tried == [6, 9, 12, 3, 15]
-
-
-def test_a_kept_verdict_says_how_it_was_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDMAP_CACHE", str(tmp_path))
-    with as_started():
-        first = check_program(mapped(gathered), X.detach(), W.detach()).tried
-        with mock.patch.object(by_numbers, "_compare", side_effect=AssertionError):
-            assert check_program(mapped(gathered), X.detach(), W.detach()).tried == first
-    assert first
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
