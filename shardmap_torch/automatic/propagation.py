@@ -44,14 +44,56 @@ GRADIENT: Final = "gradient"
 Placements: TypeAlias = tuple[Placement, ...]
 
 
-class Propagation(TorchDispatchMode):
+class RedistributionRecorder(TorchDispatchMode):
+    """Dispatch mode that records redistributions with the user's lines."""
+
+    def __init__(self) -> None:
+        """Starts without redistributions."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.moves: list[Redistribution] = []
+        self._sites: dict[int, Site | None] = {}
+
+    def note_site(self) -> None:
+        """Notes the line of the operation that comes now, which its backward will ask for."""
+        self._sites.setdefault(sequence_number() - 1, call_site())
+
+    def site(self) -> tuple[Site | None, bool]:
+        """Returns the user's line (in a backward the forward's), and whether it is a backward."""
+        node = current_autograd_node()
+        if node is None:
+            return call_site(), False
+        return self._sites.get(node._sequence_nr()), True
+
+    def record(
+        self,
+        op: str,
+        x: Tensor,
+        placements: tuple[Placements, Placements],
+        mesh: tuple[Sequence[int], Sequence[str]],
+        is_implicit: bool,
+    ) -> None:
+        """Records that `x` goes from some placements to others on a mesh of these sizes and axes.
+
+        Results and gradients, which are so named, belong to no line.
+        """
+        (src, dst), (sizes, axes) = placements, mesh
+        if src == dst:
+            return
+        site, in_backward = self.site()
+        if op in (RESULT, GRADIENT) and not axes:
+            site, in_backward = None, op == GRADIENT
+        sent = bytes_sent(x.shape, x.dtype, src, dst, sizes)
+        what = op, site, in_backward, tuple(x.shape), x.dtype
+        self.moves.append(Redistribution(*what, src, dst, sent, is_implicit, tuple(axes)))
+
+
+class Propagation(RedistributionRecorder):
     """Dispatch mode that tracks the placements of values while global-view code runs."""
 
     def __init__(self, mesh: Mesh) -> None:
         """Starts without placements: a value that `place` was not called for is replicated."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.mesh = mesh
-        self.moves: list[Redistribution] = []
         self._replicated: Placements = tuple(Replicate() for _ in mesh.axis_sizes)
         ranks = torch.arange(mesh.size).reshape(mesh.axis_sizes)
         names = mesh.axis_names
@@ -60,7 +102,6 @@ class Propagation(TorchDispatchMode):
         )
         self._layouts: dict[object, Placements] = {}
         self._alive: list[Tensor] = []  # keys are addresses, which must not be used again
-        self._sites: dict[int, Site | None] = {}
 
     def place(self, x: Tensor, placements: Placements) -> None:
         """Records the placements of a value."""
@@ -73,16 +114,7 @@ class Propagation(TorchDispatchMode):
 
     def redistribute(self, x: Tensor, dst: Placements, op: str, is_implicit: bool) -> None:
         """Records that a value is redistributed from its placements to `dst`, if they differ."""
-        src = self.placements(x)
-        if src == dst:
-            return
-        site, in_backward = self._site() if op not in (RESULT, GRADIENT) else (None, op == GRADIENT)
-        num_bytes = bytes_sent(x.shape, x.dtype, src, dst, self.mesh.axis_sizes)
-        self.moves.append(
-            Redistribution(
-                op, site, in_backward, tuple(x.shape), x.dtype, src, dst, num_bytes, is_implicit
-            )
-        )
+        self.record(op, x, (self.placements(x), dst), (self.mesh.axis_sizes, ()), is_implicit)
 
     def __torch_dispatch__(
         self,
@@ -95,7 +127,7 @@ class Propagation(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func.namespace == "prim":  # asks for the device of a fake tensor
             return func(*args, **kwargs)
-        self._sites.setdefault(sequence_number() - 1, call_site())
+        self.note_site()
         operands = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         placed = [self.placements(x) for x in operands]
         out = func(*args, **kwargs)
@@ -116,7 +148,7 @@ class Propagation(TorchDispatchMode):
         try:
             return propagated(func, args, kwargs, self._spec)
         except Exception as error:
-            site, _ = self._site()
+            site, _ = self.site()
             raise ShardMapError(
                 f"auto: torch's sharding propagation cannot place {func}"
                 + (f" at {site}" if site is not None else "")
@@ -130,13 +162,6 @@ class Propagation(TorchDispatchMode):
     def _record_moves(self, func: OpOverload, operands: Sequence[Tensor], schema: Any) -> None:
         for x, placements in zip(operands, needed_placements(schema), strict=False):
             self.redistribute(x, placements, func._schema.name.split("::")[1], True)
-
-    def _site(self) -> tuple[Site | None, bool]:
-        """Returns the user's line (in a backward the forward's), and whether it is a backward."""
-        node = current_autograd_node()
-        if node is None:
-            return call_site(), False
-        return self._sites.get(node._sequence_nr()), True
 
 
 def propagated(

@@ -7,16 +7,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch.automatic.propagation import needed_placements, propagated
-from shardmap_torch.automatic.report import Redistribution, Redistributions, bytes_sent
-from shardmap_torch.boundary.placements import Placements
-from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.engine import (
-    OpOverload,
-    TorchDispatchMode,
-    current_autograd_node,
-    sequence_number,
+from shardmap_torch.automatic.propagation import (
+    RedistributionRecorder,
+    needed_placements,
+    propagated,
 )
+from shardmap_torch.automatic.report import Redistributions
+from shardmap_torch.boundary.placements import Placements
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.mixing.values import OBSERVERS
 
@@ -48,18 +46,13 @@ def redistributions() -> Iterator[Redistributions]:
     OBSERVERS.append(recorder.observe)
     try:
         with recorder:
-            yield recorder.redistributions
+            yield Redistributions(recorder.moves)
     finally:
         OBSERVERS.remove(recorder.observe)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(RedistributionRecorder):
     """Dispatch mode that asks torch's propagation what each operation on DTensors redistributes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.redistributions = Redistributions([])
-        self._sites: dict[int, Site | None] = {}
 
     def observe(self, what: str, x: DTensor, dst: Placements) -> None:
         """Records that the library redistributes a value."""
@@ -74,7 +67,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         """Runs an operation, and records what it redistributes."""
         kwargs = dict(kwargs or {})
-        self._sites.setdefault(sequence_number() - 1, call_site())
+        self.note_site()
         shared = [x for x in flatten((args, kwargs))[0] if isinstance(x, DTensor)]
         out = func(*args, **kwargs)
         if shared:
@@ -93,26 +86,8 @@ class _Recorder(TorchDispatchMode):
             self._add(func._schema.name.split("::")[1], x, placements, True)
 
     def _add(self, op: str, x: DTensor, dst: Placements, is_implicit: bool) -> None:
-        src, mesh = tuple(x.placements), x.device_mesh
-        if src == dst:
-            return
-        node = current_autograd_node()
-        site = call_site() if node is None else self._sites.get(node._sequence_nr())
-        num_bytes = bytes_sent(x.shape, x.dtype, src, dst, tuple(mesh.shape))
-        self.redistributions.moves.append(
-            Redistribution(
-                op,
-                site,
-                node is not None,
-                tuple(x.shape),
-                x.dtype,
-                src,
-                dst,
-                num_bytes,
-                is_implicit,
-                tuple(mesh.mesh_dim_names or ()),
-            )
-        )
+        mesh = tuple(x.device_mesh.shape), tuple(x.device_mesh.mesh_dim_names or ())
+        self.record(op, x, (tuple(x.placements), dst), mesh, is_implicit)
 
 
 def _spec(x: Tensor) -> Any:

@@ -4,18 +4,19 @@ Bodies make plain tensors, and close over them: they are equal on all ranks of t
 DTensor takes no plain operands, and does not give them right gradients where it does.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.autograd import FunctorchForm
 from shardmap_torch.collectives.protocol import Drawing, Monitor, Redraws
 from shardmap_torch.core.dtensors import is_dtensor
-from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.functorch import base_of, levels
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     TorchDispatchMode,
@@ -24,33 +25,24 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import flatten, map_tensors, unflatten
 from shardmap_torch.errors import ShardMapError
 from shardmap_torch.mixing.backend import SharingBackend
-from shardmap_torch.mixing.layouts import replicated, settled
-from shardmap_torch.mixing.replaced_functions import (
+from shardmap_torch.mixing.functions import (
     HANDLERS,
+    IN_PLACE,
+    RUN_ON_SHARDS,
     on_global,
-    place_gradients_of_written,
     tensors_of_index,
-    write_by_copy,
-    write_entries,
 )
-from shardmap_torch.mixing.sharded_functions import IN_PLACE, RUN_ON_SHARDS
+from shardmap_torch.mixing.layouts import replicated, settled
 from shardmap_torch.mixing.values import local_of, moved
 from shardmap_torch.mixing.writes import (
     here,
-    is_masked,
     is_reshape_in_place,
     reshape_in_place,
-    touches_shards,
     write_global,
     written,
 )
 
 _NO_OPERANDS: Final = frozenset({"__set__", "__get__", "__delete__", "backward", "register_hook"})
-_NO_TWINS: Final = frozenset(
-    "unsqueeze_ squeeze_ t_ transpose_ swapaxes_ swapdims_ resize_ resize_as_ set_ detach_ "
-    "as_strided_ share_memory_ data_ rename_ requires_grad_".split()
-)
-"""Methods that change the tensor itself, and not its entries."""
 _NOT_MIXED: Final = frozenset({torch.autograd.grad, torch.autograd.backward})
 
 
@@ -71,62 +63,51 @@ class _Replicate(TorchFunctionMode):
         is_ours = func is custom_function_call and args[0] is FunctorchForm
         if True not in mixed or is_ours or func in _NOT_MIXED:
             return func(*args, **kwargs)
-        if name == "__setitem__" and _needs_all(*args):
-            return write_entries(self._backend, *args)
-        has_out = kwargs.get("out") is not None
-        writes = has_out or _writes(name)
-        known = name.strip("_") in (IN_PLACE if writes else RUN_ON_SHARDS) and not has_out
-        if writes:
-            _refuse_writes(name, args, kwargs, known or _has_twin(name, func))
-            if not known:
-                return write_by_copy(self._backend, func, args, kwargs)
-        elif not known:
+        if _is_write(name, kwargs):
+            _refuse_lost_write(name, args, kwargs)
+        elif name.strip("_") not in RUN_ON_SHARDS:
             return HANDLERS.get(name, on_global)(self._backend, func, args, kwargs)
         if len(mixed) == 2 and name not in _NO_OPERANDS:
             lift = self._backend.replicated
             leaves = [lift(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = unflatten(structure, leaves)
-        out = func(*args, **kwargs)
-        if writes and isinstance(args[0], Tensor):
-            place_gradients_of_written(self._backend, args[0], entries=name == "__setitem__")
-        return out
+        return func(*args, **kwargs)
 
 
-def _needs_all(x: Tensor, index: Any, value: Any) -> bool:
-    base = base_of(x)
-    # In the backward of torch.func.grad a write into a view takes what DTensor does not have.
-    return isinstance(base, DTensor) and (base is not x or touches_shards(base, index))
+_SETTERS: Final = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 
 
-def _has_twin(name: str, func: Any) -> bool:
-    """Returns whether a method that writes entries has one that returns a new value."""
-    is_known = func in (getattr(Tensor, name, None), getattr(torch, name, None))
-    return is_known and name not in _NO_TWINS and hasattr(Tensor, name.removesuffix("_"))
+def _is_write(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a torch function of this name writes into an operand."""
+    if kwargs.get("out") is not None or name in _SETTERS:
+        return True
+    return name.endswith("_") and not name.endswith("__")
 
 
-def _writes(name: str) -> bool:
-    is_setter = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-    return is_setter or (name.endswith("_") and not name.endswith("__"))
+def _refuse_lost_write(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses the writes that shards cannot do, or whose gradient DTensor gets wrong.
 
-
-def _refuse_writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: bool) -> None:
-    """Refuses writes of values that are sharded over automatic axes, where they would be lost.
+    Its backward of a write into a view writes into that view of the gradient, which is a copy
+    where another dim of the gradient is sharded.
 
     Raises:
-        ShardMapError: it is one: into a plain tensor, or by a function that runs on global values.
+        ShardMapError: it writes into a plain tensor, into entries or a view of a value, or by a
+            function that has not been compared with one device.
     """
-    written = kwargs.get("out")
-    written = args[0] if written is None and args else written
-    if isinstance(written, Tensor) and not is_dtensor(base_of(written)):
+    out = kwargs.get("out")
+    x = args[0] if out is None and args else out
+    if isinstance(x, Tensor) and not is_dtensor(base_of(x)):
         raise ShardMapError(
             f"{name} writes a value that is sharded over automatic axes into a plain tensor, "
             f"{here()}. Make the tensor from the value, as by x.new_zeros(...), or return a new "
             "one instead of writing."
         )
-    if not known:
+    is_view = isinstance(x, Tensor) and any(layer._is_view() for layer in levels(x))
+    if is_view or out is not None or name.strip("_") not in IN_PLACE:
+        what = "a view of a value" if is_view else "a value"
         raise ShardMapError(
-            f"{name} writes into a value that is sharded over automatic axes, {here()}; it cannot "
-            "run on shards. Use the operation that returns a new value."
+            f"{name} writes into {what} that is sharded over automatic axes, {here()}; it cannot "
+            "run on shards. Use an operation that returns a new value, as torch.where or torch.cat."
         )
 
 
@@ -205,8 +186,9 @@ _READS: Final = frozenset(
 def _try(func: OpOverload, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Runs an operation on shards, if torch can place it; nothing has been sent if it cannot."""
     try:
-        run = reshape_in_place if is_reshape_in_place(func) else _run
-        return True, run(func, args, kwargs)
+        if is_reshape_in_place(func):
+            return True, reshape_in_place(func, args, kwargs)
+        return True, func(*args, **kwargs)
     except NotImplementedError:  # it has no sharding rule
         return False, None
     except (RuntimeError, AssertionError) as error:
@@ -224,10 +206,6 @@ _UNPLACED: Final = (
 """In torch's errors about operations that it cannot place."""
 
 
-def _run(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
 def _is_lost(func: OpOverload, leaves: list[Any]) -> bool:
     """Returns whether an operation writes into a plain tensor, as the first of its operands."""
     first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -236,9 +214,13 @@ def _is_lost(func: OpOverload, leaves: list[Any]) -> bool:
 
 def _unmasked(x: Any) -> Any:
     """Makes an embedding's sum with a mask global: what takes it later may not know of masks."""
-    if isinstance(x, DTensor) and is_masked(x.placements):
+    if isinstance(x, DTensor) and any(map(_is_masked, x.placements)):
         return moved(x, settled(x.placements), "embedding")
     return x
+
+
+def _is_masked(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and type(placement) is not Partial
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Writes of bodies with automatic axes: which would be lost, and those that shards cannot do."""
+"""Writes in bodies with automatic axes: views that have become copies, and would miss them."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardmap_torch.boundary.placements import Placements
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import OpOverload, finish_inplace_view
@@ -94,7 +93,8 @@ def written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[DTensor]:
 def write_global(func: OpOverload, args: Any, kwargs: Any) -> Any:
     """Runs a write that torch cannot run on shards: on global values, of which each keeps its part.
 
-    What is written keeps its placements, pending sums too, so that its views stay right.
+    Functions that run on shards do so inside, as rms_norm adds to its mean. What is written keeps
+    its placements, pending sums too.
     """
     originals = list(written(func, args, kwargs))
     of: dict[int, Tensor] = {}
@@ -143,7 +143,7 @@ def is_reshape_in_place(func: OpOverload) -> bool:
 def reshape_in_place(func: OpOverload, args: Any, kwargs: Any) -> DTensor:
     """Runs an operation that changes the dims of a DTensor itself, such as `squeeze_`.
 
-    torch leaves its shape as it was where the placements stay.
+    torch leaves its shape as it was where the placements stay, and calls it in a vector's matmul.
     """
     x: DTensor = args[0]
     packet = getattr(torch.ops.aten, _name(func).removesuffix("_"))
@@ -151,32 +151,3 @@ def reshape_in_place(func: OpOverload, args: Any, kwargs: Any) -> DTensor:
     x._local_tensor, x._spec = new._local_tensor, new._spec
     result: DTensor = finish_inplace_view(func, args, kwargs, x)
     return result
-
-
-def is_masked(placements: Placements) -> bool:
-    """Returns whether a value is a sum with a mask, as an embedding's, which nothing else takes."""
-    return any(isinstance(p, Partial) and type(p) is not Partial for p in placements)
-
-
-def touches_shards(x: DTensor, index: Any) -> bool:
-    """Returns whether an entry of an index takes a part of a dim that is sharded, or of a sum."""
-    entries = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(p, Partial) for p in x.placements):
-        return True
-    dims = {p.dim for p in x.placements if isinstance(p, Shard)}
-    return any(dim is None or dim in dims for dim in _indexed(entries, x.ndim))
-
-
-def _indexed(entries: tuple[Any, ...], ndim: int) -> Iterator[int | None]:
-    """Yields the dims of which an index takes a part; None for one that may be any."""
-    num_named = sum(entry is not None and entry is not Ellipsis for entry in entries)
-    dim = 0
-    for entry in entries:
-        if entry is Ellipsis:
-            dim += ndim - num_named
-        elif entry is not None:
-            if not isinstance(entry, int | slice) or isinstance(entry, bool):
-                yield None
-            elif entry != slice(None):
-                yield dim
-            dim += 1

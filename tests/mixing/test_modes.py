@@ -36,39 +36,6 @@ def varying(x: Tensor) -> Tensor:
     return convert(x, "tp", src=I, dst=V, dim=2)
 
 
-def written_view(x: Tensor) -> Tensor:
-    y = x * 1
-    y.view(-1).add_(1)
-    return y
-
-
-def written_rows(x: Tensor) -> Tensor:
-    y = x * 1
-    y[0] = y[..., 1:2, :].sum(0)
-    y[..., 1] = 0.5
-    y[0] = y[1] * 2  # the copy of row 1 is gone when row 0 is written
-    return y * Y
-
-
-def written_gradient(x: Tensor) -> Tensor:
-    """Has a gradient that is sharded along the dim of which a part is overwritten."""
-    y = mark_sharding(x * 1, None, P())
-    y.transpose(0, 1).mul_(2)
-    y[1] = 0.0
-    return y * mark_sharding(Y * 1, None, P("dp"))
-
-
-def written_in_a_gradient(x: Tensor) -> Tensor:
-    def loss(y: Tensor) -> Tensor:
-        y = mark_sharding(y * 1, None, P())
-        y[1] = 0.0
-        y = y * mark_sharding(Y * 1, None, P("dp"))
-        return all_reduce(varying(y**2).sum(), "tp", dst=I)
-
-    grad: Tensor = torch.func.grad(loss)(x)
-    return grad
-
-
 def forward_over_reverse(x: Tensor) -> Tensor:
     grad = torch.func.grad(lambda y: (y.sin() @ y.mT).square().mean())
     with warnings.catch_warnings():
@@ -77,11 +44,10 @@ def forward_over_reverse(x: Tensor) -> Tensor:
     return tangent
 
 
-def written_sum(x: Tensor) -> Tensor:
-    y = x @ x.mT[0]  # a pending sum where the last dim is sharded
-    y += x[..., :3]
-    y.clamp_(-1, 1).index_put_((torch.tensor([0]),), y.new_ones(1))
-    return torch.relu_(y)
+def written_in_place(x: Tensor) -> Tensor:
+    y = x * 1
+    y += x.flip(0)
+    return torch.relu_(y.clamp_(-1, 1).mul_(Y))
 
 
 def vector_times_matrix(x: Tensor) -> Tensor:
@@ -107,7 +73,7 @@ BODIES: dict[str, Body] = {
     "items": lambda x: torch.stack([row.sum() for row in x]),
     "norms": lambda x: torch.linalg.vector_norm(x) + x.std() + x.logsumexp((0, 1, 2)),
     "losses": lambda x: functional.cross_entropy(x.flatten(0, 1), torch.arange(12) % 8),
-    "written view": written_view,
+    "written in place": written_in_place,
     "own memory": lambda x: x.new_zeros(4, 3, 8).add_(x),
     "vmap": lambda x: torch.func.vmap(lambda row: row.sin() * row.sum())(x),
     "gradient": lambda x: torch.func.grad(lambda y: y.sin().square().sum())(x),
@@ -156,10 +122,6 @@ WITHOUT_RIGHT_RULES: dict[str, Body] = {
     "embedding": lambda x: functional.embedding((x[..., 0] > 0).long(), x.flatten(1)),
     "normalized": lambda x: functional.normalize(x, dim=0),
     "listed entries": lambda x: x[[3, 1, 1]] * x[:, [True, False, True]][1:, :1, [1]],
-    "written rows": written_rows,
-    "written before a gradient": written_gradient,
-    "written in a gradient": written_in_a_gradient,
-    "written sum": written_sum,
     "vector times matrix": vector_times_matrix,
     "negative dims": last_of_each,
     "norm of the last dim": lambda x: functional.rms_norm(x, (8,), TABLE),
@@ -207,6 +169,20 @@ def write_into_view(x: Tensor) -> Tensor:
     return y
 
 
+def write_entries(x: Tensor) -> Tensor:
+    y = x * 1
+    y[..., 1] = 0.5
+    return y
+
+
+def write_by_unknown(x: Tensor) -> Tensor:
+    return (x * 1).index_put_((torch.tensor([0]),), x.new_ones(1))
+
+
+def write_out(x: Tensor) -> Tensor:
+    return torch.sin(x, out=x * 1)
+
+
 def write_after_view(x: Tensor) -> Tensor:
     y = x * 1
     row = y[0]
@@ -225,6 +201,10 @@ COPIED = (
     "a view had to be redistributed and is a copy, so that the value and the view could differ "
     "after a write. Use the operation that returns a new value, as torch.where or torch.cat."
 )
+REFUSED_WRITE = (
+    "it cannot run on shards. Use an operation that returns a new value, as torch.where or "
+    "torch.cat."
+)
 REFUSED: dict[str, tuple[Body, str]] = {
     "plain": (
         write_into_plain,
@@ -232,10 +212,25 @@ REFUSED: dict[str, tuple[Body, str]] = {
         "return torch.zeros(4, 3, 8, dtype=x.dtype).add_(x). Make the tensor from the value, as by "
         "x.new_zeros(...), or return a new one instead of writing.",
     ),
-    "copied view": (
+    "view": (
         write_into_view,
-        "aten.fill_.Scalar writes into a value of a body with automatic axes, at SITE "
-        "y[0].fill_(7.0).\nBefore, aten.select.int at SITE y[0].fill_(7.0), " + COPIED,
+        "fill_ writes into a view of a value that is sharded over automatic axes, at SITE "
+        "y[0].fill_(7.0); " + REFUSED_WRITE,
+    ),
+    "entries": (
+        write_entries,
+        "__setitem__ writes into a value that is sharded over automatic axes, at SITE "
+        "y[..., 1] = 0.5; " + REFUSED_WRITE,
+    ),
+    "no rule": (
+        write_by_unknown,
+        "index_put_ writes into a value that is sharded over automatic axes, at SITE "
+        "return (x * 1).index_put_((torch.tensor([0]),), x.new_ones(1)); " + REFUSED_WRITE,
+    ),
+    "out": (
+        write_out,
+        "sin writes into a value that is sharded over automatic axes, at SITE "
+        "return torch.sin(x, out=x * 1); " + REFUSED_WRITE,
     ),
     "value of a copied view": (
         write_after_view,

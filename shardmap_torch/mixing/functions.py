@@ -1,11 +1,13 @@
-"""Torch functions replaced on DTensors over automatic axes, since torch lacks their backward.
+"""Torch functions in bodies with automatic axes: those that run on shards, and all others.
 
-The backward of a body may run after it has ended, where nothing can take an operation over. So
-these functions run on plain values, whose backward is plain too, with differentiable steps around.
+Default deny: torch's sharding rules give wrong gradients of losses that are means (`mse_loss`), of
+maxima and of `torch.linalg`, and wrong values of what follows `any`. The functions that run on
+shards were compared with one device, values and gradients. The others run on global values, with
+differentiable steps around: a body's backward may run after it has ended, where nothing can take
+an operation over, so it has to be one of plain values.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -13,15 +15,59 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardmap_torch.boundary.placements import Placements
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.core.dtensors import is_dtensor
-from shardmap_torch.core.functorch import base_of, is_batched, levels
+from shardmap_torch.core.functorch import base_of, is_batched
 from shardmap_torch.core.storage import memory_of
 from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.mixing.backend import SharingBackend
-from shardmap_torch.mixing.layouts import evenly, settled
-from shardmap_torch.mixing.values import Place, Share, Unshare
+from shardmap_torch.mixing.layouts import evenly
+from shardmap_torch.mixing.values import Share, Unshare
+
+_POINTWISE: Final = (
+    "add radd sub rsub mul rmul div rdiv truediv rtruediv true_divide neg abs exp log sqrt rsqrt "
+    "square pow rpow sin cos tanh sigmoid relu gelu silu reciprocal clamp where masked_fill lerp "
+    "addcmul addcdiv gt lt ge le eq ne"
+).split()
+_MATMULS: Final = "matmul rmatmul mm bmm linear einsum addmm baddbmm".split()
+_REDUCTIONS: Final = "sum mean softmax log_softmax layer_norm rms_norm".split()
+_VIEWS: Final = (
+    "view reshape view_as flatten unflatten transpose permute movedim t unsqueeze squeeze expand "
+    "expand_as getitem contiguous clone detach to float double half bfloat16 type_as "
+    "long cat stack tril triu embedding"
+).split()
+_FACTORIES: Final = (
+    "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full rand_like "
+    "randn_like dropout bernoulli"
+).split()
+_READS: Final = (
+    "item bool float int index equal allclose is_nonzero size dim ndimension numel nelement stride "
+    "is_floating_point is_complex len get_device element_size is_contiguous hash repr format str "
+    "get set delete backward register_hook retain_grad requires_grad type result_type"
+).split()
+_WRITES: Final = (
+    "add sub mul div neg sqrt relu copy zero fill clamp masked_fill lerp addcmul addcdiv bernoulli "
+    "uniform normal requires_grad"
+).split()
+_FOREACH: Final = "add sub mul div neg sqrt lerp addcmul addcdiv pow".split()
+
+RUN_ON_SHARDS: Final = frozenset(
+    [
+        *_POINTWISE,
+        *_MATMULS,
+        *_REDUCTIONS,
+        *_VIEWS,
+        *_FACTORIES,
+        *_READS,
+        *(f"foreach_{name}" for name in _FOREACH),
+    ]
+)
+"""Names without underscores around them, so that operators are named like methods."""
+
+IN_PLACE: Final = frozenset(
+    ["iadd", "isub", "imul", "itruediv", *_WRITES, *(f"foreach_{n}" for n in _FOREACH)]
+)
+"""Names of those that write."""
 
 Handler = Callable[[SharingBackend, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -117,43 +163,6 @@ def tensors_of_index(index: Any) -> Any:
         return tuple(map(tensors_of_index, index))
     is_listed = isinstance(index, list) and all(isinstance(i, int) for i in flatten(index)[0])
     return torch.tensor(index) if is_listed else index
-
-
-def write_entries(backend: SharingBackend, x: Tensor, index: Any, value: Any) -> None:
-    """Writes `x[index] = value` where the entries are in other shards."""
-    out, index = map_tensors(backend.unshared, (x, index))
-    out = out.clone()
-    out[index] = backend.unshared(value) if isinstance(value, Tensor) else value
-    x.copy_(backend.replicated(out))
-
-
-def place_gradients_of_written(backend: SharingBackend, x: Tensor, *, entries: bool) -> None:
-    """Lets the gradient of a value into whose view was written come back sharded like it.
-
-    The backward of such a write writes into that view of the gradient, which would be a copy where
-    another dim is sharded. `entries`: of `x` itself, whose view had no name.
-    """
-    for layer in levels(x):
-        base = layer._base if layer._is_view() else layer if entries else None
-        lies = None if base is None else base_of(base)
-        if base is not None and base.requires_grad and isinstance(lies, DTensor):
-            base.register_hook(partial(_placed, backend, settled(lies.placements)))
-
-
-def _placed(backend: SharingBackend, placements: Placements, grad: Tensor) -> Tensor:
-    of = base_of(grad)
-    if not isinstance(of, DTensor) or of.placements == placements:
-        return grad
-    return bind(backend, Place(placements, "gradient"), grad)
-
-
-def write_by_copy(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    """Runs a write for which no rule was tried by the function that returns a new value."""
-    x: Tensor = args[0]
-    out = on_global(backend, getattr(Tensor, func.__name__.removesuffix("_")), args, kwargs)
-    return x.copy_(out)
 
 
 HANDLERS: Final[Mapping[str, Handler]] = {
