@@ -115,6 +115,25 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         scope = current_scope()
         return (self.mesh if scope is None else scope.backend.mesh).num_ranks(self.axes)
 
+    def rank(self) -> int:
+        """Returns this rank's position, where each rank runs the body by itself.
+
+        Raises:
+            CollectiveError: all ranks run as one program, as in a check and on a batched mesh.
+        """
+        scope = current_scope()
+        if scope is None or self.size() == 1:
+            return 0
+        rank: int | None = scope.backend.rank_along(self.axes)
+        if rank is None:
+            raise CollectiveError(
+                f"rank() of the group of {', '.join(map(repr, self.axes))} is a number, and here "
+                "all ranks run the body as one program. Use axis_index(axis), a tensor that "
+                "varies, or let a spec or convert(x, axis, src=R, dst=V, dim=0) take this rank's "
+                "part."
+            )
+        return rank
+
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
         """Sums a tensor over the ranks, in place."""
         (tensor,) = tensors

@@ -62,6 +62,10 @@ class RankBackend(WithoutAutomaticAxes):
             self._positions[axes] = known
         return known
 
+    def rank_along(self, axes: tuple[str, ...]) -> int | None:
+        """Returns this rank's position along `axes`."""
+        return self.position(axes)[0]
+
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs a movement that needs the other ranks."""
         raise NotImplementedError

@@ -73,6 +73,10 @@ class WithoutAutomaticAxes:
         """Returns the gradients."""
         return gradients
 
+    def rank_along(self, axes: tuple[str, ...]) -> int | None:
+        """Returns None: all ranks run as one program, so that none of them is this one."""
+        return None
+
 
 Form: TypeAlias = Callable[..., tuple[Tensor, ...]]
 """One way to compute some results from some tensors, which autograd can differentiate."""

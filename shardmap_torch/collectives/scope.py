@@ -19,6 +19,7 @@ from shardmap_torch.collectives.protocol import (
     Reruns,
     is_checker,
 )
+from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.torch_private.engine import current_autograd_node, current_graph_task_id
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.types import AxisType, I, V
@@ -99,17 +100,10 @@ class Scope:
             self.monitor.end()
 
 
-class _Scopes(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Scope | None] = []
-
-
-_SCOPES = _Scopes()
-
-
 def current_scope() -> Scope | None:
     """Returns the scope of the innermost body that runs on this thread, or None."""
-    return _SCOPES.stack[-1] if _SCOPES.stack else None
+    scope: Scope | None = SCOPES.stack[-1] if SCOPES.stack else None
+    return scope
 
 
 class enter_scope:  # noqa: N801 - used as a function; a generator would cost each call 1 us
@@ -121,13 +115,13 @@ class enter_scope:  # noqa: N801 - used as a function; a generator would cost ea
     def __enter__(self) -> None:
         """Makes the scope current, and starts its drawing."""
         scope = self._scope
-        _SCOPES.stack.append(scope)
+        SCOPES.stack.append(scope)
         if scope is not None and scope.drawing is not None:
             scope.drawing.enter(scope.monitor)
 
     def __exit__(self, *error: object) -> None:
         """Restores the scope before, also after an error."""
-        _SCOPES.stack.pop()
+        SCOPES.stack.pop()
         if self._scope is not None and self._scope.drawing is not None:
             self._scope.drawing.leave()
 

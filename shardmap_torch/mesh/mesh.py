@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.control.groups import destroy_groups, in_time, shortest_timeout
 from shardmap_torch.control.start import current, within
+from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import MeshError
 from shardmap_torch.mesh.grid import Grid
@@ -109,14 +110,29 @@ class Mesh(Grid):
 
     @property
     def rank(self) -> int:
-        """The rank of this process; 0 where one process holds all ranks.
+        """The rank of this process; outside of bodies 0 where one process holds all ranks.
 
-        For what one process does outside of a body, such as to print. In a body the ranks of a
-        simulated mesh are one process: `axis_index` tells them apart.
+        For what one process does outside of a body, such as to print.
+
+        Raises:
+            MeshError: asked in a body of a simulated or abstract mesh, where all ranks run as one
+                program; in threads, which is with `check=False`, each has its own rank.
 
         Source: `jax.process_index`, `torch.distributed.get_rank`.
         """
-        return dist.get_rank() if self.device_mesh is not None else 0
+        if self.device_mesh is not None:
+            return dist.get_rank()
+        scope = SCOPES.stack[-1] if SCOPES.stack else None
+        if scope is None or self.size == 1:
+            return 0
+        rank: int | None = scope.backend.rank_along(self.axis_names)
+        if rank is None:
+            raise MeshError(
+                f"mesh.rank is asked for in a body on the {self}, where all ranks run as one "
+                "program. Use axis_index(axis), a tensor that varies; ask outside of the body "
+                "which process prints."
+            )
+        return rank
 
     def resized(self, sizes: tuple[int, ...]) -> "Mesh":
         """Returns an abstract mesh of other sizes, whose axes have the same process groups."""
