@@ -35,6 +35,10 @@ class Backend(Mover, Protocol):
         """Returns this rank's position along `axes` (first is major): an int64 scalar."""
         ...
 
+    def rank_along(self, axes: tuple[str, ...]) -> int | None:
+        """Returns the same as a number, where each rank runs the body by itself; else None."""
+        ...
+
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         """Returns, in a batched body, values that vary over exactly one of `axes` each."""
         ...
