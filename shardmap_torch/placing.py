@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.boundary.matching import check_inputs, crosses, in_finest, is_spec, spec_of
 from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.tree import (
     Mismatch,
     Placed,
@@ -110,8 +111,19 @@ def full(tree: X) -> X:
         >>> full({"x": torch.ones(2)})
         {'x': tensor([1., 1.])}
     """
-    gathered: X = map_leaves(lambda leaf: leaf.full_tensor() if is_dtensor(leaf) else leaf, tree)
+    gathered: X = map_leaves(_full, tree)
     return gathered
+
+
+def _full(leaf: Any) -> Any:
+    if is_dtensor(leaf):
+        return leaf.full_tensor()
+    base = base_of(leaf) if isinstance(leaf, Tensor) else leaf
+    if not is_dtensor(base):
+        return leaf
+    # A transform of torch.func has wrapped it, so that it looks like a plain tensor.
+    mesh = as_mesh(base.device_mesh)
+    return runtime_of(mesh).gather_shards(mesh, leaf)
 
 
 def _to_device(leaf: object, mesh: Mesh) -> object:

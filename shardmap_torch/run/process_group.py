@@ -107,6 +107,11 @@ def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
     return bind(_backend_of(mesh), Leave(mesh, spec), x)
 
 
+def gather_shards(mesh: Mesh, x: Tensor) -> Tensor:
+    """Gathers a DTensor to a plain global value, differentiably."""
+    return bind(_backend_of(mesh), Enter(mesh, P()), x)
+
+
 def gather(mesh: Mesh, x: Tensor) -> Tensor:
     """Stacks a plain tensor of each process, in rank order."""
     collective = Collective("all_gather", V, R, mesh.axis_names)

@@ -17,7 +17,7 @@ from shardmap_torch.spec import P
 class Runtime(Protocol):
     """Runs calls on meshes of one kind; each module named in `MODULES` is one.
 
-    `run_local`, `join` and `gather` are for `PROCESS_KINDS` only.
+    `run_local`, `join`, `gather_shards` and `gather` are for `PROCESS_KINDS` only.
 
     Attributes:
         has_data: whether values have data; without data a call returns shapes.
@@ -39,6 +39,10 @@ class Runtime(Protocol):
 
     def join(self, mesh: Mesh, spec: P, x: Tensor) -> Tensor:
         """Makes a global value from local ones; see `from_local`."""
+        ...
+
+    def gather_shards(self, mesh: Mesh, x: Tensor) -> Tensor:
+        """Gathers a DTensor to a plain global value, differentiably; see `full`."""
         ...
 
     def gather(self, mesh: Mesh, x: Tensor) -> Tensor:

@@ -16,11 +16,9 @@ from shardmap_torch import (
     P,
     ShardMapError,
     V,
-    all_reduce,
     convert,
     device_put,
     full,
-    mark_sharding,
     shard_map,
 )
 from tests.programs.support.everywhere import run_on

@@ -20,6 +20,7 @@ from shardmap_torch import (
     all_to_all,
     broadcast,
     convert,
+    full,
     make_mesh,
     ppermute,
     reduce_scatter,
@@ -185,3 +186,24 @@ def failure(mesh: Mesh) -> None:
 
 def test_what_torch_distributed_raises_names_collective_and_rank(gloo: Gloo) -> None:
     run_on("gloo", failure, gloo)
+
+
+def gathers_what_a_transform_wraps(mesh: Mesh) -> None:
+    """`full` under torch.func, where a DTensor looks like a plain tensor."""
+    square = shard_map(
+        lambda x: x * x,
+        mesh=mesh,
+        in_specs=P("tp", replicate={"dp"}),
+        out_specs=P("tp", replicate={"dp"}),
+    )
+    x = random((8,), 0)
+    weights = torch.arange(8.0, dtype=x.dtype)
+    y, pull_back = torch.func.vjp(lambda x: full(square(x)), x)
+    assert type(y) is Tensor
+    same(y, x * x)
+    same(pull_back(weights)[0], 2 * weights * x)
+    same(torch.func.grad(lambda x: (full(square(x)) * weights).sum())(x), 2 * weights * x)
+
+
+def test_full_gathers_what_a_transform_of_torch_func_wraps(gloo: Gloo) -> None:
+    run_on("gloo", gathers_what_a_transform_wraps, gloo, (1, 2), ("dp", "tp"))
