@@ -198,7 +198,7 @@ def gathers_what_a_transform_wraps(mesh: Mesh) -> None:
     )
     x = random((8,), 0)
     weights = torch.arange(8.0, dtype=x.dtype)
-    y, pull_back = torch.func.vjp(lambda x: full(square(x)), x)
+    y, pull_back = torch.func.vjp(lambda x: full(square(x)), x)  # type: ignore[misc]  # torch
     assert type(y) is Tensor
     same(y, x * x)
     same(pull_back(weights)[0], 2 * weights * x)
