@@ -132,7 +132,8 @@ class Program:
 
     def _line(self, equation: Equation, sites: bool) -> str:
         operands = [_operand(use) for use in equation.operands]
-        words = [*operands, *([equation.literals] if equation.literals else [])]
+        literals = ", ".join([f"{name}={value}" for name, value in equation.literals])
+        words = [*operands, literals] if literals else operands
         results = ", ".join(
             f"%{use.number}: {use} {show_types(use.types, self.mesh.axis_names)}"
             for use in equation.results

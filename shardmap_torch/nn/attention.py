@@ -181,16 +181,24 @@ def _unfused(
     return weights @ v
 
 
+def show_shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Formats the shapes of an attention's operands for errors.
+
+    Not before one is sure: to format a size asks for its value, and a verdict for many sizes would
+    hold for that one alone.
+    """
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+
+
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[:-1] != v.shape[:-1] or q.ndim != k.ndim:
         raise LayerError(
             "attention takes q [..., t, h, d], k [..., s, g, d] and v [..., s, g, e], not "
-            f"{shapes}."
+            f"{show_shapes(q, k, v)}."
         )
     if q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
         raise LayerError(
-            f"attention: {shapes}: the key heads (dimension -2) must divide the query heads, and "
-            "the last dimension of q and k must be the same. Where key heads are fewer than "
-            "ranks, use own_kv_heads."
+            f"attention: {show_shapes(q, k, v)}: the key heads (dimension -2) must divide the "
+            "query heads, and the last dimension of q and k must be the same. Where key heads are "
+            "fewer than ranks, use own_kv_heads."
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.attention import attention
+from shardmap_torch.nn.attention import attention, show_shapes
 from shardmap_torch.nn.core.arguments import check_shards
 from shardmap_torch.nn.core.region import PerRank, per_rank
 from shardmap_torch.nn.core.ring import ring
@@ -179,7 +179,6 @@ def ulysses_attention(
 
 
 def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None) -> None:
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     alike = (
         q.ndim == k.ndim == v.ndim >= 3
         and q.shape[:-2] == k.shape[:-2] == v.shape[:-2]
@@ -189,7 +188,7 @@ def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, positions: Tensor 
     if not alike or q.shape[-2] % k.shape[-2]:
         raise LayerError(
             f"{name} takes q [..., t/n, h, d], k [..., t/n, g, d] and v [..., t/n, g, e] with g "
-            f"dividing h, not {shapes}."
+            f"dividing h, not {show_shapes(q, k, v)}."
         )
     if positions is not None and positions.shape != q.shape[-3:-2]:
         raise LayerError(

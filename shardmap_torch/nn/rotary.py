@@ -140,11 +140,14 @@ def _check_positions(x: Tensor, positions: Tensor | tuple[Tensor, Tensor]) -> No
     if isinstance(positions, tuple):
         expected = (*x.shape[-3:-2], 1, x.shape[-1] // 2)
         alike = all(table.shape[-3:] == expected for table in positions)
-        shapes = f"tables {[list(table.shape) for table in positions]}"
     else:
         alike = positions.shape[-1:] == x.shape[-3:-2]
-        shapes = f"positions {list(positions.shape)}"
     if x.ndim < 3 or x.shape[-1] % 2 or not alike:
+        # Only here: to format a size asks for its value, and a verdict would hold for that alone.
+        if isinstance(positions, tuple):
+            shapes = f"tables {[list(table.shape) for table in positions]}"
+        else:
+            shapes = f"positions {list(positions.shape)}"
         raise LayerError(
             "rotary takes x [..., t, h, d] with an even d and positions [..., t], or their tables, "
             f"not x {list(x.shape)} and {shapes}."

@@ -30,6 +30,9 @@ PLACE: Final = "_shardmap_place"
 Seen: TypeAlias = tuple[FakeTensorMode, int, int, tuple[int, ...], torch.dtype]
 """Of a tensor: its mode, the number of its metadata, the address of its storage, shape, dtype."""
 
+Literals: TypeAlias = tuple[tuple[str, Any], ...]
+"""Arguments that are no tensors, by name."""
+
 Situation: TypeAlias = tuple[Any, ...]
 """Types of operands, and all else on which those of a call's results depend."""
 
@@ -56,7 +59,7 @@ class Known:
     Attributes:
         op: the overload; kept, so that its address stays its own.
         name: the name of its equations.
-        literals: its arguments that are no tensors, formatted.
+        literals: its arguments that are no tensors.
         operands: for each operand, in the order of equations, the name and the position.
         result: its results, up to the values.
         is_view: whether they all are views of operands.
@@ -67,7 +70,7 @@ class Known:
 
     op: OpOverload
     name: str
-    literals: str
+    literals: Literals
     operands: tuple[tuple[str, int], ...]
     result: Result
     is_view: bool
@@ -137,7 +140,7 @@ class Remembered:
         return self._numbers.setdefault(described, len(self._numbers))
 
     def learn(
-        self, call: CallLookup, op: OpOverload, literals: str, args: Sequence[Any], key: Any
+        self, call: CallLookup, op: OpOverload, literals: Literals, args: Sequence[Any], key: Any
     ) -> Known | None:
         """Remembers a call; `key` is that of its result. None if that does not say all of it."""
         result = described(key)

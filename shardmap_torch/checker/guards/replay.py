@@ -46,7 +46,7 @@ class Step:
     """
 
     what: object = None
-    shape: torch.Size | None = None
+    shape: Sequence[int] | None = None
     dtype: torch.dtype | None = None
     depth: int = 0
     types: tuple[AxisType, ...] = ()
@@ -96,7 +96,7 @@ def copied(start: Step, change: Callable[[Step], Step]) -> Step:
     return first
 
 
-def show(what: object, shape: torch.Size | None, dtype: torch.dtype | None) -> str:
+def show(what: object, shape: Sequence[int] | None, dtype: torch.dtype | None) -> str:
     """Formats an operation for errors."""
     if isinstance(what, tuple):
         name, *rest = what

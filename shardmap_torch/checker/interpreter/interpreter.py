@@ -352,7 +352,7 @@ class Interpreter(Memory):
         batched_over = _batched_over(operands, types)
         site, backward = self.site()
         equation = Equation(_name(op), tuple(operands), (), site, backward)
-        equation.literals = self._format_literals(op, arguments)
+        equation.literals = self._literals(op, arguments)
         written = list(_written(op, arguments))
         types_written = self._types_written(op, arguments, written, types)
         for tensor, axis_type in zip(written, types_written, strict=True):
@@ -373,15 +373,16 @@ class Interpreter(Memory):
         equation.results = tuple([self._result(tensor) for _, tensor in made])
         self.add(equation)
 
-    def _format_literals(self, op: OpOverload, arguments: Mapping[str, Any]) -> str:
-        defaults = signature_of(op).defaults
-        plain = {
-            name: value
+    def _literals(
+        self, op: OpOverload, arguments: Mapping[str, Any]
+    ) -> tuple[tuple[str, Any], ...]:
+        defaults, shown = signature_of(op).defaults, self.numbers.shown
+        return tuple(
+            (name, shown(value))
             for name, value in arguments.items()
             if not any(True for _ in tensors_of(value))
             and not (name in defaults and _same(value, defaults[name]))
-        }
-        return ", ".join(f"{name}={self.numbers.shown(value)}" for name, value in plain.items())
+        )
 
     def count(self, tensor: Tensor) -> int:
         """Numbers a result."""

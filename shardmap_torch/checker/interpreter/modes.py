@@ -34,6 +34,7 @@ from shardmap_torch.checker.ir.rank_only import (
     watching_functions,
     without_rule,
 )
+from shardmap_torch.checker.ir.sizes import as_numbers
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.table import METADATA, rewritten
@@ -181,11 +182,13 @@ class _Functions(TorchFunctionMode):
         if func in METADATA and type(base_of(args[0])) is FakeTensor and not selections.any:
             if interpreter.keeps_values:
                 user_code.remember(interpreter, args)
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+            return out if interpreter.fake.shape_env is None else as_numbers(out)
         try:
             spots = interpreter.spots
             if spots is None:
-                return self._call(func, args, kwargs or {})
+                out = self._call(func, args, kwargs or {})
+                return out if interpreter.fake.shape_env is None else as_numbers(out)
             args, kwargs = spots.enter(func, args, kwargs or {})
             return spots.leave(spots.now, self._call(func, args, kwargs))
         except (ShardTypeError, TransformError) as error:

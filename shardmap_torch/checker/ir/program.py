@@ -140,7 +140,7 @@ class Equation:
         backward: whether it is in a backward.
         collective: its collective; None for local operations.
         sent: bytes that each rank sends.
-        literals: other arguments, as text.
+        literals: other arguments than tensors, by name.
         place: place of a collective in the forward; None for others.
         written: the collective that the body calls, if the repair that is tried has another.
         forward: in a backward, the equation whose derivative this is part of.
@@ -154,7 +154,7 @@ class Equation:
     backward: bool
     collective: Collective | None = None
     sent: int = 0
-    literals: str = ""
+    literals: tuple[tuple[str, Any], ...] = ()
     forward: "Equation | None" = None
     place: Place | None = None
     written: Collective | None = None

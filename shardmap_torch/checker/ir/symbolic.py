@@ -60,13 +60,13 @@ class Numbers:
             self.sites[text] = call_site()
         return self._by_text[text]
 
-    def shown(self, value: Any) -> str:
-        """Formats a literal of an operation, with names for stand-ins."""
+    def shown(self, value: Any) -> Any:
+        """Returns a literal of an operation, with the names of numbers in place of stand-ins."""
         if type(value) in _KNOWN and value in self._texts:
             return self._texts[value]
         if isinstance(value, list | tuple) and self.any:
-            return f"[{', '.join(map(self.shown, value))}]"
-        return str(value)
+            return f"[{', '.join([str(self.shown(item)) for item in value])}]"
+        return value
 
     def stand_ins(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Returns a torch function's arguments with stand-ins for numbers; None if it takes none.

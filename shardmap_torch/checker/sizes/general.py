@@ -9,32 +9,28 @@ used only if, at sizes that were checked as they are, it is the same program to 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, lcm
-from types import CodeType
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
-from shardmap_torch.checker.ir.sizes import Sizes
-from shardmap_torch.checker.sizes.instance import NAMES, Values, verdict_at
+from shardmap_torch.checker.ir.sizes import Sizes, as_numbers
+from shardmap_torch.checker.sizes.instance import (
+    Formulas,
+    NotGeneralError,
+    at_values,
+    changed,
+)
 from shardmap_torch.checker.sizes.slots import Slot
-from shardmap_torch.checker.sizes.symbols_as_numbers import MARKED, passing_for_numbers
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.core.caching import lazy
-from shardmap_torch.core.torch_private.symbols import PythonPrinter, Source
+from shardmap_torch.core.torch_private.symbols import Source
 
 Numbers: TypeAlias = tuple[int, ...]
 """The numbers in the slots of a call."""
 
 Check: TypeAlias = Callable[[Call, Sizes], Verdict]
-
-_PRINTER: Final = PythonPrinter()
-
-
-class NotGeneralError(Exception):
-    """A verdict holds for the sizes at hand only; says why."""
 
 
 @dataclass(frozen=True)
@@ -57,47 +53,27 @@ class General:
     """A verdict on symbols.
 
     Attributes:
-        verdict: has symbols where it depends on them.
+        verdict: has formulas where it depends on them.
         groups: what the symbols stand for.
         fixed: the slots that are no symbols, and what stands in them.
-        names: of the symbols.
-        guard: Python of the symbols: whether every question has the answer that was noted.
-        codes: expressions that have been asked for.
+        guards: whether each question has the answer that was noted, by the symbols' values.
     """
 
     verdict: Verdict
     groups: tuple[Group, ...]
     fixed: Mapping[int, int]
-    names: tuple[str, ...]
-    guard: str
-    codes: dict[str, CodeType]
-
-    def covers(self, numbers: Numbers) -> bool:
-        """Returns whether the verdict holds for these sizes."""
-        values = self._values(numbers)
-        return values is not None and bool(self.holds(*values))
-
-    @lazy
-    def holds(self) -> Callable[..., bool]:
-        """The guard as a function of the symbols' values."""
-        source = f"lambda {', '.join(self.names)}: {self.guard}"
-        made: Callable[..., bool] = eval(source, dict(NAMES))  # of torch's own printer
-        return made
+    guards: Sequence[Callable[[Sequence[int]], Any]]
 
     def find(self, numbers: Numbers) -> Verdict | None:
-        """Returns the verdict for these sizes, if it covers them."""
+        """Returns the verdict for these sizes, if it holds for them."""
         values = self._values(numbers)
-        return self._at(values) if values is not None and self.holds(*values) else None
-
-    def at(self, numbers: Numbers) -> Verdict:
-        """Returns the verdict for sizes that it covers."""
-        values = self._values(numbers)
-        assert values is not None  # it covers them
-        return self._at(values)
-
-    def _at(self, values: Sequence[int]) -> Verdict:
-        symbols = dict(zip(self.names, values, strict=True))
-        return verdict_at(self.verdict, Values(self.codes, symbols))
+        if values is None:
+            return None
+        try:
+            holds = all([guard(values) for guard in self.guards])
+        except ArithmeticError:  # a step of 0, by which nothing was divided when it was derived
+            return None
+        return changed(self.verdict, at_values(values)) if holds else None
 
     def _values(self, numbers: Numbers) -> list[int] | None:
         if [numbers[slot] for slot in self.fixed] != [*self.fixed.values()]:
@@ -140,9 +116,10 @@ def derive(
     groups: Sequence[Group],
     numbers: Numbers,
     check: Check,
-    witness: Callable[[General], Mapping[Numbers, Verdict]],
-) -> General:
-    """Derives a verdict on all sizes like those of a call.
+    witnesses: Mapping[Numbers, Verdict],
+    exactly: Callable[[], Verdict],
+) -> tuple[General, Verdict]:
+    """Derives a verdict on all sizes like those of a call; returns it, and that on the call.
 
     Args:
         call: the call, whose numbers are the last of those seen.
@@ -150,32 +127,34 @@ def derive(
         groups: the slots that get symbols.
         numbers: those of the call.
         check: interprets the body.
-        witness: verdicts on numbers as they are, at least one of which has to be covered.
+        witnesses: verdicts on numbers as they are.
+        exactly: makes the one on the call, for want of a witness.
 
     Raises:
         NotGeneralError: the verdict holds for these numbers only.
     """
     env = ShapeEnv(duck_shape=False)
     symbols = [_symbol(env, number, group, numbers) for number, group in enumerate(groups)]
-    names = tuple([str(symbol.node.expr) for symbol in symbols])
-    with passing_for_numbers():
-        symbolic, sizes = _with_symbols(call, slots, groups, symbols, env)
-        verdict = check(symbolic, sizes)
-        fixed = set(range(len(slots))) - {slot for group in groups for slot in group.slots}
-        general = General(
-            verdict,
-            tuple(groups),
-            {slot: numbers[slot] for slot in sorted(fixed)},
-            names,
-            _guard(env),
-            {},
-        )
-        _require_several(env, symbols)
-        if not general.covers(numbers):
-            raise NotGeneralError("its guards do not hold where they were noted")
-        for other, exact in witness(general).items():
-            _require_same(general.at(other), exact)
-    return general
+    formulas = Formulas([symbol.node.expr for symbol in symbols])
+    verdict = changed(check(*_with_symbols(call, slots, groups, symbols, env)), formulas.of)
+    verdict.program_paths  # noqa: B018 - made now, while torch's expressions are there
+    fixed = set(range(len(slots))) - {slot for group in groups for slot in group.slots}
+    guards = [formulas.at(expr) for expr in dict.fromkeys(guard.expr for guard in env.guards)]
+    general = General(
+        verdict, tuple(groups), {slot: numbers[slot] for slot in sorted(fixed)}, guards
+    )
+    if all(not symbol.node.expr.free_symbols for symbol in symbols):
+        raise NotGeneralError("the body uses it as a plain number, such as an index or a key")
+    if env.deferred_runtime_asserts:
+        raise NotGeneralError("torch has put a question off to the run")
+    own = general.find(numbers)
+    if own is None:
+        raise NotGeneralError("its guards do not hold where they were noted")
+    pairs = [(general.find(other), exact) for other, exact in witnesses.items()]
+    compared = [(found, exact) for found, exact in pairs if found is not None]
+    for found, exact in compared or [(own, exactly())]:
+        _require_same(found, exact)
+    return general, own
 
 
 @dataclass(frozen=True)
@@ -220,29 +199,16 @@ def _with_symbols(
         for slot in map(slots.__getitem__, group.slots):
             value = symbol if group.multiple == 1 else symbol * group.multiple
             if slot.dim is None:
-                leaves[slot.position] = value
+                leaves[slot.position] = as_numbers(value)
             else:
                 shapes[slot.position][slot.dim] = value
     found = {position: tuple(shape) for position, shape in shapes.items()}
     return replace(call, leaves=leaves), Sizes(env, found)
 
 
-def _guard(env: ShapeEnv) -> str:
-    parts = [f"({_PRINTER.doprint(guard.expr)})" for guard in env.guards]
-    return " and ".join(dict.fromkeys(parts)) or "True"
-
-
-def _require_several(env: ShapeEnv, symbols: Sequence[Any]) -> None:
-    """Requires that some symbol has not been asked for its value."""
-    if all(not symbol.node.expr.free_symbols for symbol in symbols):
-        raise NotGeneralError("the body uses it as a plain number, such as an index or a key")
-    if env.deferred_runtime_asserts:
-        raise NotGeneralError("torch has put a question off to the run")
-
-
 def _require_same(found: Verdict, exact: Verdict) -> None:
     """Requires that a verdict is, at sizes that were checked as they are, the one found there."""
-    texts = [f"{program_of(verdict)}" for verdict in (found, exact)]
+    texts = [str(program_of(verdict)) for verdict in (found, exact)]
     facts = [
         (
             *(v.specs, v.crossing, v.exits, v.outputs),
@@ -251,7 +217,7 @@ def _require_same(found: Verdict, exact: Verdict) -> None:
         )
         for v in (found, exact)
     ]
-    if texts[0] != texts[1] or facts[0] != facts[1] or MARKED.search(texts[0]):
+    if texts[0] != texts[1] or facts[0] != facts[1]:
         raise NotGeneralError("at some size it is another program")
     if not _alike(found, exact):
         raise NotGeneralError("at some size it asks something else of its mesh")

@@ -1,6 +1,6 @@
 """Remembers the sizes for which a function was checked, and derives verdicts for more of them."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -105,18 +105,17 @@ class History:
         if not is_large(groups, numbers):
             return None
 
-        def witness(general: "General") -> "Mapping[Numbers, Verdict]":
-            known = {n: v for n, v in [*family.exact.items()] if general.covers(n)}
-            return dict([*known.items()][-_WITNESSES:]) or {numbers: exactly()}
-
+        witnesses = dict([*family.exact.items()][-_WITNESSES:])
         try:
-            general = derive(call, family.slots, groups, numbers, check, witness)
+            general, verdict = derive(
+                call, family.slots, groups, numbers, check, witnesses, exactly
+            )
         except Exception as error:  # a body may raise anything where it meets no number
             family.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
             return None
         del family.generals[: len(family.generals) - _GENERALS + 1]
         family.generals.append(general)
-        return general.at(numbers)
+        return verdict
 
     def add(self, key: Sequence[Any], call: Call, verdict: Verdict) -> Recheck | None:
         """Notes a verdict on sizes as they are; returns how the check differs from the latest."""

@@ -1,118 +1,147 @@
-"""A verdict on symbols at the sizes of one call: the same program, with numbers in it."""
+"""A verdict on symbols at the sizes of one call: the same program, with numbers in it.
+
+The numbers that depend on symbols are formulas: functions of their values, made once for a verdict
+of the expressions that torch has noted. Nothing is evaluated as text.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import CodeType
-from typing import Any
-
-import torch
+from typing import Any, Final
 
 from shardmap_torch.boundary.call import Result
 from shardmap_torch.checker.guards.replay import Step, copied
-from shardmap_torch.checker.ir.program import Equation, KernelCollective, ProgramPath, Use
-from shardmap_torch.checker.sizes.symbols_as_numbers import MARKED, NUMBERS, expression, is_symbol
+from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use
+from shardmap_torch.checker.ir.sizes import SYMBOLS
 from shardmap_torch.checker.verify.verdict import Verdict
 
-NAMES: Mapping[str, Any] = {"math": math, "torch": torch}
-"""The names in expressions, but for their symbols."""
+
+class NotGeneralError(Exception):
+    """A verdict holds for the sizes at hand only; says why."""
 
 
-class Values:
-    """The values of expressions, given those of the symbols."""
+class Formula:
+    """A number that depends on symbols; called with their values."""
 
-    def __init__(self, codes: dict[str, CodeType], symbols: Mapping[str, int]) -> None:
-        """`codes` remembers expressions from one set of values to the next."""
-        self._codes, self._names = codes, {**NAMES, **symbols}
-        self._known: dict[str, Any] = {}
+    def __init__(self, at: Callable[[Sequence[int]], Any]) -> None:
+        self.at = at
+
+
+Change = Callable[[Any], Any]
+"""Makes a formula of a symbolic number, or a number of a formula; leaves all others."""
+
+
+def _spread(function: Callable[..., Any]) -> Callable[[Sequence[Any]], Any]:
+    return lambda values: function(*values)
+
+
+_FUNCTIONS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
+    **{"Add": sum, "Mul": math.prod, "Max": max, "Min": min, "And": all, "Or": any},
+    **dict.fromkeys(("FloorDiv", "CleanDiv"), _spread(operator.floordiv)),
+    **dict.fromkeys(("Mod", "PythonMod"), _spread(operator.mod)),
+    **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), _spread(operator.truediv)),
+    **dict.fromkeys(("Pow", "PowByNatural", "FloatPow"), _spread(operator.pow)),
+    **{"ToFloat": _spread(float), "Abs": _spread(abs), "Not": _spread(operator.not_)},
+    **{"TruncToInt": _spread(math.trunc), "RoundToInt": _spread(round)},
+    **{"FloorToInt": _spread(math.floor), "CeilToInt": _spread(math.ceil)},
+    "OpaqueUnaryFn_sqrt": _spread(math.sqrt),
+    **{"Equality": _spread(operator.eq), "Unequality": _spread(operator.ne)},
+    **{"StrictLessThan": _spread(operator.lt), "LessThan": _spread(operator.le)},
+    **{"StrictGreaterThan": _spread(operator.gt), "GreaterThan": _spread(operator.ge)},
+}
+"""What torch's expressions stand for, by the names of their classes."""
+
+
+class Formulas:
+    """The formulas of one verdict, by expression."""
+
+    def __init__(self, symbols: Sequence[Any]) -> None:
+        """`symbols` are those of torch's expressions, in the order of their values."""
+        self._known: dict[Any, Callable[[Sequence[int]], Any]] = {
+            symbol: operator.itemgetter(at) for at, symbol in enumerate(symbols)
+        }
 
     def of(self, value: Any) -> Any:
-        """The number that a symbolic one is; any other value as it is."""
-        if is_symbol(value):
-            return self._at(expression(value))
-        kind = NUMBERS.get(type(value))
-        return value if kind is None else kind(value)  # a symbol that has one value
+        """The formula of a symbolic number; any other value as it is."""
+        return Formula(self.at(value.node.expr)) if isinstance(value, SYMBOLS) else value
 
-    def shape(self, shape: Sequence[Any]) -> tuple[int, ...]:
-        """The sizes of a shape."""
-        return tuple([size if type(size) is int else self.of(size) for size in shape])
+    def at(self, expression: Any) -> Callable[[Sequence[int]], Any]:
+        """Returns an expression as a function of the symbols' values.
 
-    def text(self, text: str) -> str:
-        """A text with numbers in the places of marked expressions."""
-        return MARKED.sub(lambda found: repr(self._at(found[1])), text) if "⟦" in text else text
+        Raises:
+            NotGeneralError: it is of a kind that is not known.
+        """
+        if expression not in self._known:
+            self._known[expression] = self._made(expression)
+        return self._known[expression]
 
-    def _at(self, text: str) -> Any:
-        known = self._known.get(text)
-        if known is None:
-            code = self._codes.get(text)
-            if code is None:
-                code = self._codes[text] = compile(text, "<size>", "eval")
-            known = self._known[text] = eval(code, {}, self._names)  # of torch's own printer
-        return known
+    def _made(self, expression: Any) -> Callable[[Sequence[int]], Any]:
+        name, parts = type(expression).__name__, [*map(self.at, expression.args)]
+        if parts and name in _FUNCTIONS:
+            function = _FUNCTIONS[name]
+            return lambda values: function([part(values) for part in parts])
+        if name.startswith("Boolean"):
+            return lambda values: bool(expression)
+        if parts or not expression.is_number:
+            raise NotGeneralError(f"torch asks for {name}")
+        number = int(expression) if expression.is_Integer else float(expression)
+        return lambda values: number
 
 
-def verdict_at(general: Verdict, values: Values) -> Verdict:
-    """The verdict at the values of one call."""
-    leaves = [values.of(leaf) for leaf in general.result.leaves]
-    outputs = {
-        position: (values.shape(shape), dtype, types)
-        for position, (shape, dtype, types) in general.outputs.items()
-    }
-    # Not dataclasses.replace, which takes as long as all the rest.
+def at_values(values: Sequence[int]) -> Change:
+    """Returns what makes numbers of formulas."""
+    return lambda value: value.at(values) if type(value) is Formula else value
+
+
+def changed(verdict: Verdict, change: Change) -> Verdict:
+    """Returns the verdict with other numbers; its program is made when it is asked for."""
+
+    def shape(old: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple([size if type(size) is int else change(size) for size in old])
+
+    def step(old: Step) -> Step:
+        new = object.__new__(Step)  # not dataclasses.replace, which looks up every field
+        new.__dict__.update(vars(old))
+        if old.shape is not None:
+            new.shape = shape(old.shape)
+        return new
+
+    result = verdict.result
+    outputs = {at: (shape(old), *rest) for at, (old, *rest) in verdict.outputs.items()}
     found = object.__new__(Verdict)
     found.__dict__.update(
-        vars(general),
-        match=general.match,  # the same for all sizes
+        vars(verdict),
+        match=verdict.match,  # the same for all sizes
         outputs=outputs,
-        # A run does not ask for the program.
-        make_paths=lambda: tuple(_path(path, values) for path in general.program_paths),
-        result=Result(leaves, general.result.match, general.result.structure),
-        start=copied(general.start, lambda step: _step(step, values)),
+        make_paths=lambda: tuple(_path(path, shape, change) for path in verdict.program_paths),
+        result=Result([*map(change, result.leaves)], result.match, result.structure),
+        start=copied(verdict.start, step),
     )
     found.__dict__.pop("program_paths", None)
     return found
 
 
-def _step(step: Step, values: Values) -> Step:
-    shape = None if step.shape is None else torch.Size(values.shape(step.shape))
-    # Not dataclasses.replace, which looks up every field of every step.
-    return Step(
-        *(step.what, shape, step.dtype, step.depth, step.types, step.note, step.site),
-        last=step.last,
-        crossing=step.crossing,
-    )
-
-
-def _path(path: ProgramPath, values: Values) -> ProgramPath:
-    made: dict[int, Equation] = {}
-    for equation in path.equations:
-        made[id(equation)] = _equation(equation, values)
+def _path(path: ProgramPath, shape: Change, change: Change) -> ProgramPath:
+    made = {id(equation): _equation(equation, shape, change) for equation in path.equations}
     for equation in made.values():
         if equation.forward is not None:
             equation.forward = made.get(id(equation.forward), equation.forward)
     return replace(path, equations=tuple(made.values()))
 
 
-def _equation(equation: Equation, values: Values) -> Equation:
+def _equation(equation: Equation, shape: Change, change: Change) -> Equation:
+    def used(uses: Sequence[Use]) -> tuple[Use, ...]:
+        return tuple([replace(use, shape=shape(use.shape)) for use in uses])
+
+    def literal(value: Any) -> Any:
+        nested = isinstance(value, list | tuple)
+        return type(value)(map(literal, value)) if nested else change(value)
+
     return replace(
         equation,
-        name=values.text(equation.name),
-        operands=tuple(_use(use, values) for use in equation.operands),
-        results=tuple(_use(use, values) for use in equation.results),
-        sent=values.of(equation.sent),
-        literals=values.text(equation.literals),
-        compared=tuple(_compared(each, values) for each in equation.compared),
-    )
-
-
-def _use(use: Use, values: Values) -> Use:
-    return replace(use, shape=values.shape(use.shape))
-
-
-def _compared(collective: KernelCollective, values: Values) -> KernelCollective:
-    return replace(
-        collective,
-        collective=values.text(collective.collective),
-        operand=values.text(collective.operand),
-        sent=values.of(collective.sent),
+        operands=used(equation.operands),
+        results=used(equation.results),
+        sent=change(equation.sent),
+        literals=tuple([(name, literal(value)) for name, value in equation.literals]),
     )

@@ -162,9 +162,8 @@ DTENSOR: Final[Sequence[PrivateName]] = (
 )
 """Names that DTensors and global strictness need: the first use of either raises the error."""
 
-SYMBOLS: Final[Sequence[PrivateName]] = (
-    *_rows("one verdict for many sizes", "torch._guards", "Source"),
-    *_rows("one verdict for many sizes", "torch.utils._sympy.printers", "PythonPrinter"),
+SYMBOLS: Final[Sequence[PrivateName]] = _rows(
+    "one verdict for many sizes", "torch._guards", "Source"
 )
 """Names that symbolic sizes need: without them each signature is checked by itself."""
 

@@ -4,8 +4,7 @@ from shardmap_torch.core.torch_private.names import SYMBOLS, unsupported
 
 try:
     from torch._guards import Source
-    from torch.utils._sympy.printers import PythonPrinter
 except ImportError as error:
     raise unsupported(SYMBOLS) from error
 
-__all__ = ("PythonPrinter", "Source")
+__all__ = ("Source",)
