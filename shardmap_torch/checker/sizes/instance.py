@@ -50,7 +50,7 @@ _FUNCTIONS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
     **{"StrictLessThan": _spread(operator.lt), "LessThan": _spread(operator.le)},
     **{"StrictGreaterThan": _spread(operator.gt), "GreaterThan": _spread(operator.ge)},
 }
-"""What torch's expressions stand for, by the names of their classes."""
+"""Functions that torch's expressions stand for, by the names of their classes."""
 
 
 class Formulas:
