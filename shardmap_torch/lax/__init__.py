@@ -15,25 +15,46 @@ checker finds it, and each run reads it from the checked program. With `check=Fa
 `src=`, and by default operands vary. Types are I, R, V, Partial or JAX's words for them:
 "invarying", "reduced", "varying", "unreduced".
 
+Arguments that the collectives share: `x` is a tensor or a pytree of tensors (and numbers, for
+reductions); `axis_name` an axis name, or several that act as one; `src` the type of `x` along the
+axis. All raise `CollectiveError` outside of a body, and for an unknown axis, dim or type; loops and
+branches raise `TransformError` for functions that are none and trees that differ.
+
+Source: `jax.lax`; each function has the name, the arguments and the defaults of JAX's.
+
 `axis_index_groups` splits an axis into groups of equal size, each with its own result. The result
-therefore varies over the axis, also where it would be equal without groups. It is computed by one
-`ppermute` for each member but one: the minimum of bytes, in g-1 messages.
+therefore varies over the axis, also where it would be equal without groups. All ranks' values are
+gathered for it, and those of the group selected; an axis of its own for the groups (`make_mesh`
+with `views=`) sends less.
 """
 
 from shardmap_torch.contracts import export
 from shardmap_torch.errors import CollectiveError
-from shardmap_torch.lax.cast import pcast, pvary, stop_gradient
-from shardmap_torch.lax.control import cond, fori_loop, switch, while_loop
-from shardmap_torch.lax.extremum import pmax, pmin
-from shardmap_torch.lax.move import (
+from shardmap_torch.lax.collectives import (
     all_gather,
     all_to_all,
     pbroadcast,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
     ppermute,
     pshuffle,
+    psum,
+    psum_scatter,
     pswapaxes,
+    pvary,
+    stop_gradient,
 )
-from shardmap_torch.lax.scans import associative_scan, map, scan
+from shardmap_torch.lax.control import (
+    associative_scan,
+    cond,
+    fori_loop,
+    map,
+    scan,
+    switch,
+    while_loop,
+)
 from shardmap_torch.lax.slicing import (
     dynamic_index_in_dim,
     dynamic_slice,
@@ -42,8 +63,7 @@ from shardmap_torch.lax.slicing import (
     dynamic_update_slice,
     dynamic_update_slice_in_dim,
 )
-from shardmap_torch.lax.sum import pmean, psum, psum_scatter
-from shardmap_torch.ops.index import axis_index, axis_size
+from shardmap_torch.ops import axis_index, axis_size
 
 __all__ = [
     "all_gather",

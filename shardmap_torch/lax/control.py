@@ -1,6 +1,7 @@
-"""Loops and branches with JAX's signatures, as Python runs them.
+"""Loops, branches and scans with JAX's signatures, as Python runs them.
 
-Each iteration is unrolled, as Python's own loop is: the checker sees it, and its collectives.
+Each iteration is unrolled, as Python's own loop is: the checker sees it, and its collectives. The
+types of results are those that the functions give them; `unroll` and `batch_size` have no effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.tree import flatten, unflatten
+from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError, show
+from shardmap_torch.ops.arguments import read_dim, read_tensor, types_of
 from shardmap_torch.types import V
 
 C = TypeVar("C")
+X = TypeVar("X")
 
 
 def fori_loop(
@@ -23,20 +25,10 @@ def fori_loop(
 ) -> C:
     """Applies `body_fun(i, value)` for i from `lower` to `upper` - 1, and returns the last value.
 
-    Shape and types: as of `body_fun`. Sends what its iterations send. `i` is a Python integer.
-
-    Args:
-        lower: the first index, a Python integer.
-        upper: one past the last index, a Python integer.
-        body_fun: from an index and a value to the next value.
-        init_val: a tensor or a pytree.
-        unroll: without effect; all iterations are unrolled.
+    The bounds and `i` are Python integers: the number of iterations must not depend on data.
 
     Raises:
-        TransformError: `body_fun` is no function; or a bound is no integer, as where it is a
-            tensor: the number of iterations must not depend on data.
-
-    Source: `jax.lax.fori_loop`.
+        TransformError: `body_fun` is no function, or a bound is no integer.
 
     Example:
         >>> fori_loop(0, 3, lambda i, x: x + i, torch.tensor(1.0))
@@ -48,7 +40,7 @@ def fori_loop(
                 f"fori_loop: {word}={show(bound)} is no Python integer: the number of iterations "
                 "must not depend on data."
             )
-    require_callable("fori_loop", body_fun=body_fun)
+    _require_callable("fori_loop", body_fun=body_fun)
     value = init_val
     for index in range(lower, upper):
         value = body_fun(index, value)
@@ -62,25 +54,17 @@ def while_loop(
 
     A condition on Python numbers is unrolled. One on a tensor is a branch in each iteration: the
     checker follows 64 paths at most, so that a number of iterations that depends on data needs a
-    bound in Python numbers, as in `k < 20 and error > 1e-6`. Shape and types: as of `body_fun`.
-    Sends what its iterations send.
-
-    Args:
-        cond_fun: from a value to a bool, or to a tensor of one that is equal on all ranks.
-        body_fun: from a value to the next one.
-        init_val: a tensor or a pytree.
+    bound in Python numbers, as in `k < 20 and error > 1e-6`.
 
     Raises:
         ShardTypeError: in the check, if ranks may end differently, or after too many iterations.
         TransformError: the condition is not one value, or an argument is no function.
 
-    Source: `jax.lax.while_loop`.
-
     Example:
         >>> while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, torch.tensor(1.0)))
         (3, tensor(8.))
     """
-    require_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
+    _require_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
     value = init_val
     while _holds("while_loop: cond_fun(value)", cond_fun(value)):
         value = body_fun(value)
@@ -97,26 +81,17 @@ def cond(
 
     Where `pred` is equal on all ranks only one of them runs, and the checker takes both ways. Where
     it varies each rank runs both, so that collectives in them meet, and `torch.where` selects.
-    Shape and types: as of the functions. Sends what they send.
-
-    Args:
-        pred: a bool, or a tensor of one.
-        true_fun: called where it holds.
-        false_fun: called where it does not.
-        operands: their arguments.
 
     Raises:
         TransformError: `pred` is not one value, or a branch is no function; or `pred` varies, and
             the results are no equal trees.
 
-    Source: `jax.lax.cond`.
-
     Example:
         >>> cond(torch.tensor(True), lambda x: 2 * x, lambda x: x, torch.tensor(3.0))
         tensor(6.)
     """
-    require_callable("cond", true_fun=true_fun, false_fun=false_fun)
-    if isinstance(pred, Tensor) and pred.numel() == 1 and _varies(pred):
+    _require_callable("cond", true_fun=true_fun, false_fun=false_fun)
+    if isinstance(pred, Tensor) and pred.numel() == 1 and V in (types_of(pred) or ()):
         return _selected(pred, true_fun(*operands), false_fun(*operands))
     return true_fun(*operands) if _holds("cond: pred", pred) else false_fun(*operands)
 
@@ -124,18 +99,10 @@ def cond(
 def switch(index: int | Tensor, branches: Sequence[Callable[..., C]], *operands: Any) -> C:
     """Returns `branches[index](*operands)`; see `cond`.
 
-    An index below 0 is read as 0, and one beyond the last branch as the last. Shape, types and
-    bytes: as `cond`.
-
-    Args:
-        index: an integer, or a tensor of one.
-        branches: functions of the operands.
-        operands: their arguments.
+    An index below 0 is read as 0, and one beyond the last branch as the last.
 
     Raises:
         TransformError: there is no branch, or one is no function, or `index` is no integer.
-
-    Source: `jax.lax.switch`.
 
     Example:
         >>> switch(torch.tensor(1), [lambda x: x, lambda x: 2 * x, lambda x: -x], torch.tensor(3.0))
@@ -143,7 +110,7 @@ def switch(index: int | Tensor, branches: Sequence[Callable[..., C]], *operands:
     """
     if not isinstance(branches, Sequence) or not branches:
         raise TransformError(f"switch: branches={show(branches)} is no sequence of functions.")
-    require_callable("switch", **{f"branches[{k}]": each for k, each in enumerate(branches)})
+    _require_callable("switch", **{f"branches[{k}]": each for k, each in enumerate(branches)})
     whole = isinstance(index, int) or (
         isinstance(index, Tensor) and not index.is_floating_point() and not index.is_complex()
     )
@@ -155,19 +122,116 @@ def switch(index: int | Tensor, branches: Sequence[Callable[..., C]], *operands:
     return chosen(*operands)
 
 
+def scan(
+    f: Callable[[C, Any], tuple[C, Any]],
+    init: C,
+    xs: Tree = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: object = 1,
+) -> tuple[C, Any]:
+    """Applies `f(carry, x)` to the entries of `xs` along dim 0, and stacks what it returns beside.
+
+    `f` returns the next carry and a result. `length` is needed without `xs`. With `reverse` it
+    begins at the last entry; results stay at the places of their entries.
+
+    Raises:
+        TransformError: the leaves have different numbers of entries, or there is no length; or `f`
+            is no function, or returns no pair.
+
+    Example:
+        >>> scan(lambda total, x: (total + x, total), torch.tensor(0.0), torch.arange(4.0))
+        (tensor(6.), tensor([0., 0., 1., 3.]))
+    """
+    _require_callable("scan", f=f)
+    if length is not None and not (isinstance(length, int) and length >= 0):
+        raise TransformError(f"scan: length={show(length)} is no number of iterations.")
+    leaves, structure = flatten(xs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    lengths = {len(leaf) for leaf in tensors} | ({length} if length is not None else set())
+    if len(lengths) != 1 or len(tensors) != len(leaves):
+        raise TransformError(
+            f"scan: the leaves of xs must be tensors with one number of entries, which length= "
+            f"may say; here they have {sorted(lengths)}."
+        )
+    order = range(lengths.pop())
+    carry, found = init, []
+    for at in reversed(order) if reverse else order:
+        entry = unflatten(structure, [x[at] for x in tensors])
+        pair = f(carry, entry)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TransformError(f"scan: f returns a carry and a result, not {show(pair)}.")
+        carry = pair[0]
+        found.append(pair[1])
+    return carry, _stacked(found[::-1] if reverse else found)
+
+
+def map(f: Callable[..., Any], xs: Tree, *, batch_size: object = None) -> Any:  # JAX's name
+    """Applies `f` to the entries of `xs` along dim 0, and stacks its results.
+
+    Raises:
+        TransformError: as `scan`.
+
+    Example:
+        >>> map(lambda x: x * 2, torch.arange(3.0))
+        tensor([0., 2., 4.])
+    """
+    _require_callable("map", f=f)
+    return scan(lambda carry, x: (carry, f(x)), None, xs)[1]
+
+
+def associative_scan(fn: Callable[[X, X], X], elems: X, reverse: bool = False, axis: int = 0) -> X:
+    """Combines each entry along `axis` with all before it, by an associative function.
+
+    `fn` is called on many entries at once, about log2 n times, and acts on all of them alike. With
+    `reverse` each entry is combined with all after it, the last one first.
+
+    Raises:
+        TransformError: `fn` is no function, or the leaves have different numbers of entries.
+        CollectiveError: a leaf is no tensor, or has no such dim.
+
+    Source: the doubling of Hillis and Steele (1986).
+
+    Example:
+        >>> associative_scan(torch.add, torch.arange(5.0))
+        tensor([ 0.,  1.,  3.,  6., 10.])
+    """
+    _require_callable("associative_scan", fn=fn)
+    leaves, structure = flatten(elems)
+    for leaf in leaves:
+        read_tensor("associative_scan", leaf)
+    dims = [read_dim("associative_scan", "axis", axis, leaf.ndim) for leaf in leaves]
+    lengths = {leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True)}
+    if len(lengths) != 1:
+        raise TransformError(
+            "associative_scan: the leaves of elems must have one number of entries along axis; "
+            f"here they have {sorted(lengths)}."
+        )
+    length, step = lengths.pop(), 1
+    turned = [x.flip(dim) if reverse else x for x, dim in zip(leaves, dims, strict=True)]
+    while step < length:
+        parts = [(x, dim, x.narrow(dim, 0, step)) for x, dim in zip(turned, dims, strict=True)]
+        before = unflatten(structure, [x.narrow(dim, 0, length - step) for x, dim, _ in parts])
+        after = unflatten(structure, [x.narrow(dim, step, length - step) for x, dim, _ in parts])
+        combined, returned = flatten(fn(before, after))
+        if returned != structure:
+            raise TransformError(
+                f"associative_scan: fn returns {returned} for entries that are {structure}."
+            )
+        columns = zip(parts, combined, strict=True)
+        turned = [torch.cat((first, y), dim) for (_, dim, first), y in columns]
+        step *= 2
+    found = [x.flip(dim) if reverse else x for x, dim in zip(turned, dims, strict=True)]
+    result: X = unflatten(structure, found)
+    return result
+
+
 def _holds(what: str, pred: object) -> bool:
     """Reads a condition as a bool."""
     is_one = pred.numel() == 1 if isinstance(pred, Tensor) else isinstance(pred, bool | int | float)
     if not is_one:
         raise TransformError(f"{what}={show(pred)} is neither a bool nor a tensor of one.")
     return bool(pred)
-
-
-def _varies(pred: Tensor) -> bool:
-    """Returns whether the checker found that ranks may have different values."""
-    scope = current_scope()
-    types = None if scope is None else scope.types_of(tuple(sorted(scope.axes)), pred)
-    return types is not None and V in types
 
 
 def _selected(pred: Tensor, chosen: C, other: C) -> C:
@@ -184,8 +248,16 @@ def _selected(pred: Tensor, chosen: C, other: C) -> C:
     return result
 
 
-def require_callable(name: str, **functions: object) -> None:
+def _require_callable(name: str, **functions: object) -> None:
     """Raises an error for the first argument that is no function."""
     for word, function in functions.items():
         if not callable(function):
             raise TransformError(f"{name}: {word}={show(function)} is no function.")
+
+
+def _stacked(results: list[Any]) -> Any:
+    """Stacks the leaves of equal trees along a new dim 0."""
+    if not results:
+        return None
+    columns = zip(*(flatten(result)[0] for result in results), strict=True)
+    return unflatten(flatten(results[0])[1], [torch.stack(column) for column in columns])

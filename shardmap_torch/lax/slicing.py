@@ -1,4 +1,10 @@
-"""Slices at positions that tensors give, by JAX's names."""
+"""Slices at positions that tensors give, by JAX's names.
+
+A start or index is an integer, or a tensor of one, which may vary between ranks. A negative start
+counts from the end; then it is clamped so that the slice lies in the operand. Nothing is sent, and
+types are those of indexing. Backward: the cotangent at its place among zeros, or of a write, zero
+where it was overwritten and the slice of the cotangent for `update`.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,21 +24,6 @@ def dynamic_slice_in_dim(
 ) -> Tensor:
     """Returns `slice_size` entries of dim `axis` from `start_index` on.
 
-    A negative start counts from the end; then it is clamped so that the slice lies in the operand.
-    Shape: `axis` becomes `slice_size`. Types: of `operand` and `start_index`, as in indexing.
-    Sends nothing. Backward: the cotangent at its place among zeros.
-
-    Args:
-        operand: any tensor of at least one dim.
-        start_index: an integer, or a tensor of one, which may vary between ranks.
-        slice_size: number of entries; at most the size of the dim.
-        axis: the dim.
-
-    Raises:
-        CollectiveError: no such dim, or the slice is larger than it.
-
-    Source: `jax.lax.dynamic_slice_in_dim`.
-
     Example:
         >>> dynamic_slice_in_dim(torch.arange(5.0), torch.tensor(4), 2)
         tensor([3., 4.])
@@ -45,19 +36,7 @@ def dynamic_slice_in_dim(
 def dynamic_slice(
     operand: Tensor, start_indices: Sequence[Index] | Tensor, slice_sizes: Sequence[int]
 ) -> Tensor:
-    """Returns a box of `operand`, one start and size a dim; see `dynamic_slice_in_dim`.
-
-    Shape: `slice_sizes`. Types, backward and bytes: as `dynamic_slice_in_dim`.
-
-    Args:
-        operand: any tensor.
-        start_indices: one integer, or tensor of one, for each dim; or a tensor of them.
-        slice_sizes: one size for each dim.
-
-    Raises:
-        CollectiveError: not one start and size for each dim, or the box is larger than the operand.
-
-    Source: `jax.lax.dynamic_slice`.
+    """Returns a box of `operand`, one start and size a dim.
 
     Example:
         >>> dynamic_slice(torch.arange(12.0).reshape(3, 4), (torch.tensor(1), 0), (2, 2))
@@ -76,21 +55,7 @@ def dynamic_slice(
 def dynamic_index_in_dim(
     operand: Tensor, index: Index, axis: int = 0, keepdims: bool = True
 ) -> Tensor:
-    """Returns the entry of dim `axis` at `index`; see `dynamic_slice_in_dim`.
-
-    Shape: `axis` becomes 1, or goes away with `keepdims=False`. Types, backward and bytes: as
-    `dynamic_slice_in_dim`.
-
-    Args:
-        operand: any tensor of at least one dim.
-        index: an integer, or a tensor of one.
-        axis: the dim.
-        keepdims: whether the dim stays.
-
-    Raises:
-        CollectiveError: no such dim.
-
-    Source: `jax.lax.dynamic_index_in_dim`.
+    """Returns the entry of dim `axis` at `index`; the dim goes away with `keepdims=False`.
 
     Example:
         >>> dynamic_index_in_dim(torch.arange(5.0), -1, keepdims=False)
@@ -105,20 +70,7 @@ def dynamic_update_slice_in_dim(
 ) -> Tensor:
     """Returns a copy of `operand` with `update` written along dim `axis` from `start_index` on.
 
-    The start is read as by `dynamic_slice_in_dim`. Along other dims the update may be smaller, and
-    is written from 0 on. Shape: that of `operand`. Types: as of a write by an index. Sends nothing.
-    Backward: zero where it was overwritten; the slice of the cotangent for `update`.
-
-    Args:
-        operand: any tensor of at least one dim.
-        update: what is written, of the same dtype and number of dims.
-        start_index: an integer, or a tensor of one, which may vary between ranks.
-        axis: the dim.
-
-    Raises:
-        CollectiveError: no such dim, or the update does not fit in the operand.
-
-    Source: `jax.lax.dynamic_update_slice_in_dim`.
+    Along other dims the update may be smaller, and is written from 0 on. Both have one dtype.
 
     Example:
         >>> dynamic_update_slice_in_dim(torch.zeros(4), torch.ones(2), torch.tensor(1), 0)
@@ -136,18 +88,6 @@ def dynamic_update_slice(
     operand: Tensor, update: Tensor, start_indices: Sequence[Index] | Tensor
 ) -> Tensor:
     """Returns a copy of `operand` with the box `update` written at `start_indices`.
-
-    Shape: that of `operand`. Types, backward and bytes: as `dynamic_update_slice_in_dim`.
-
-    Args:
-        operand: any tensor.
-        update: what is written, of the same dtype and number of dims.
-        start_indices: one integer, or tensor of one, for each dim; or a tensor of them.
-
-    Raises:
-        CollectiveError: not one start for each dim, or the update does not fit in the operand.
-
-    Source: `jax.lax.dynamic_update_slice`.
 
     Example:
         >>> dynamic_update_slice(torch.zeros(2, 3), torch.ones(1, 2), (torch.tensor(1), 0))
@@ -177,19 +117,7 @@ def _updated(
 def dynamic_update_index_in_dim(operand: Tensor, update: Tensor, index: Index, axis: int) -> Tensor:
     """Returns a copy of `operand` with `update` written at `index` of dim `axis`.
 
-    Shape: that of `operand`; `update` has size 1 along `axis`, or lacks that dim. Types, backward
-    and bytes: as `dynamic_update_slice_in_dim`.
-
-    Args:
-        operand: any tensor of at least one dim.
-        update: what is written, of the same dtype.
-        index: an integer, or a tensor of one.
-        axis: the dim.
-
-    Raises:
-        CollectiveError: as `dynamic_update_slice_in_dim`.
-
-    Source: `jax.lax.dynamic_update_index_in_dim`.
+    `update` has size 1 along `axis`, or lacks that dim.
 
     Example:
         >>> dynamic_update_index_in_dim(torch.zeros(3), torch.tensor(1.0), 2, 0)
