@@ -1,4 +1,4 @@
-"""What the collectives of `lax` share: axes, groups of ranks, and JAX's implicit casts."""
+"""Arguments of the collectives of `lax`: axes, groups of ranks, and operands with JAX's casts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
