@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import (
     Match,
+    SignatureCache,
     Spec,
     check_inputs,
     input_signature,
@@ -23,7 +23,6 @@ from shardmap_torch.boundary.matching import (
     kinds_of,
     place_arguments,
 )
-from shardmap_torch.boundary.signature_cache import SignatureCache
 from shardmap_torch.checker.api import shapes_of, stand_ins
 from shardmap_torch.checker.verify.path import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -40,11 +39,10 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import Placed, Structure, Tree, broadcast_prefix, flatten
 from shardmap_torch.errors import MeshError, ShardTypeError, SpecError, read_names, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
-from shardmap_torch.run import nested, vmap
 from shardmap_torch.run.checked import Checked
 from shardmap_torch.run.compiled import Asked, Found, Root, Shapes, UncompiledError, check_traced
 from shardmap_torch.run.runtimes import runtime_of
-from shardmap_torch.run.unchecked import Unchecked
+from shardmap_torch.run.unchecked import Unchecked, run_in
 from shardmap_torch.spec import P
 
 Check: TypeAlias = bool | Literal["local", "global"] | Mapping[str, Literal["local", "global"]]
@@ -276,14 +274,14 @@ class _Body:
         call = self._call(scope, args, kwargs, scope is not None and scope.monitor is not None)
         if scope is None and not torch.compiler.is_compiling():
             return self._unchecked.run(call, runtime_of(call.mesh).run)
-        return _run(call, scope)
+        return run_in(call, scope)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         """Runs a call that Dynamo traces."""
         if current_scope() is not None or not self._check:
             return self.run(args, kwargs)
         try:  # in which Dynamo breaks no graph: where the check gives up, this runs uncompiled
-            return _run(self._traced(args, kwargs), None)
+            return run_in(self._traced(args, kwargs), None)
         finally:
             pass
 
@@ -526,12 +524,3 @@ def _read_axis_names(name: str, axis_names: Collection[str]) -> tuple[str, ...]:
     if names is None:
         raise SpecError(f"{name}: axis_names takes axis names, not {show(axis_names)}.")
     return names
-
-
-def _run(call: Call, scope: Scope | None) -> Tree:
-    """Runs a call that has no verdict of its own, on its mesh or in the body around it."""
-    if scope is None:
-        return runtime_of(call.mesh).run(call, False)
-    if isinstance(scope.backend, BatchedBackend):
-        return vmap.run(call)
-    return nested.run(call, scope.backend)

@@ -1,10 +1,10 @@
 """Matches the leaves of arguments and results with their specs, and reports every mismatch."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from numbers import Number
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.dtensors import dtensor_class, is_dtensor
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
-from shardmap_torch.core.torch_private.engine import are_transforms_active, dispatch_mode_stack
+from shardmap_torch.core.torch_private.engine import (
+    are_transforms_active,
+    dispatch_mode_stack,
+    functorch,
+)
 from shardmap_torch.core.tree import NAMESPACE, Mismatch, Placed, Tree, broadcast_prefix
 from shardmap_torch.errors import SpecError, counted, listing, show
 from shardmap_torch.mesh import Mesh
@@ -378,3 +382,49 @@ def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
     if isinstance(leaf.value, Number) and not (spec.sharded_dims or spec.partial):
         return []
     return [f"is a {type(leaf.value).__name__}, not a tensor, which {spec!r} cannot place"]
+
+
+T = TypeVar("T")
+
+
+def _are_wrapped(leaves: Sequence[Any]) -> bool:
+    """Returns whether torch.func has wrapped any of the leaves that are of torch's own class."""
+    tensors = [x for x in leaves if type(x) is Tensor]
+    return any(map(functorch.is_functorch_wrapped_tensor, tensors))
+
+
+class SignatureCache(Generic[T]):
+    """Cache of one result, that of the latest signature.
+
+    A training step passes DTensors that have the DTensorSpecs of the step before, each the same
+    object: comparing these costs a fifth of comparing shapes, dtypes and the rest. Other specs may
+    have the same signature, so that a miss says nothing.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, list[Any], T] | None = None
+
+    def get(self, rest: tuple[Any, ...], leaves: Sequence[Any], make: Callable[[], T]) -> T:
+        """Returns the result for these leaves, and the rest of a signature; else calls `make`."""
+        if torch.compiler.is_dynamo_compiling():
+            return make()
+        dtensor: Any = dtensor_class()
+        tracked = torch.is_grad_enabled()
+        is_plain = Tensor in {*map(type, leaves)} and not _are_wrapped(leaves)
+        signature = [
+            (x._spec, x.device, tracked and x.requires_grad)
+            if type(x) is dtensor
+            else (x.shape, x.dtype, x.layout, x.device, tracked and x.requires_grad)
+            if type(x) is Tensor and is_plain and not x.is_nested  # as `input_signature`
+            else input_signature(x)
+            for x in leaves
+        ]
+        known = self._known
+        try:
+            if known is not None and known[1] == signature and known[0] == rest:
+                return known[2]
+        except Exception:  # a user's own pytree node compares as it likes
+            return make()
+        result = make()
+        self._known = rest, signature, result
+        return result

@@ -1,19 +1,24 @@
 """Runtime of simulated meshes: one batched program, one thread per rank, or plain code."""
 
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.boundary.call import Call, is_checked
+from shardmap_torch.backends.local_movements import on_one_rank
+from shardmap_torch.backends.rank import RankBackend
+from shardmap_torch.boundary.call import Call, Untouched, is_checked, run_body
 from shardmap_torch.collectives.autograd import reject_transforms
+from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run import single_rank, threads, vmap
+from shardmap_torch.run import threads, vmap
 from shardmap_torch.run.compiled import give_up
 from shardmap_torch.run.recorded.recordings import run_simulated, serves
+from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.spec import P
 
 has_data: Final = True
@@ -34,7 +39,7 @@ def run(call: Call, batches: bool) -> Tree:
     if chosen == "ranks" or not (batches or chosen == "vmap"):
         return threads.run(call)
     is_plain = call.mesh.size == 1 and chosen != "vmap"
-    batched = single_rank.run if is_plain else vmap.run
+    batched = run_alone if is_plain else vmap.run
     crossing = [call.leaves[position] for position in call.crossing]
     if call.recordings is not None and serves(crossing):
         return run_simulated(call, batched)
@@ -56,3 +61,33 @@ def _reject_unchecked(name: str) -> NoReturn:
             "mesh, or call it uncompiled."
         )
     )
+
+
+class SingleRankBackend(RankBackend):
+    """The one rank of a mesh: what it sends comes back to it, as a copy."""
+
+    def __init__(self, mesh: Mesh, device: torch.device | None) -> None:
+        """`device` is that of the inputs, for `index`."""
+        super().__init__(mesh, 0)
+        self._device = device
+
+    def index(self, axes: Sequence[str]) -> Tensor:
+        """Returns 0, on the device of the inputs."""
+        return torch.zeros((), dtype=torch.int64, device=self._device)
+
+    def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        return on_one_rank(move, collective, x)
+
+
+def run_alone(call: Call) -> Tree:
+    """Runs the body on the global values, which are the shards of the one rank.
+
+    It gets views of them, so that what it does to a tensor object the caller does not see.
+    """
+    tensors = [call.leaves[position] for position in call.crossing]
+    tensors = [x.view_as(x) for x in tensors]
+    backend = SingleRankBackend(call.mesh, tensors[0].device if tensors else call.mesh.device)
+    watch = Untouched(call, tensors)
+    result = run_body(call, backend, tensors)
+    watch.check()
+    return result.rebuild(apart(result.crossing, call.leaves))

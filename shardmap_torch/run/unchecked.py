@@ -1,16 +1,22 @@
-"""Unchecked: calls without verdicts; on processes their arguments and specs are still compared."""
+"""Calls without verdicts of their own: unchecked ones, and those in the body of another call."""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from shardmap_torch.boundary.call import Call
+from shardmap_torch.backends.vmap import BatchedBackend
+from shardmap_torch.boundary.call import Call, Untouched, run_body
+from shardmap_torch.boundary.casts import apply, entry_shards, exit_joins
+from shardmap_torch.collectives.protocol import Backend
+from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.control.start import current
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.mesh import PROCESS_KINDS
+from shardmap_torch.run import vmap
 from shardmap_torch.run.agree import Description, agree, describe, is_compared
+from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.error_posting import posting_errors
 
 
@@ -46,3 +52,27 @@ def _signature(call: Call) -> tuple[Any, ...]:
         # By text, as they are compared: True is 1, and 0.0 is -0.0.
         tuple([repr(call.leaves[at]) for at in static if is_compared(call.leaves[at])]),
     )
+
+
+def run_in(call: Call, scope: Scope | None) -> Tree:
+    """Runs a call without a verdict of its own, on its mesh or in the body around it."""
+    if scope is None:
+        return runtime_of(call.mesh).run(call, False)
+    if isinstance(scope.backend, BatchedBackend):
+        return vmap.run(call)
+    return _run_inner(call, scope.backend)
+
+
+def _run_inner(call: Call, backend: Backend) -> Tree:
+    """Runs an inner call: values outside are plain, and global over the axes that it binds."""
+    # Values that are sharded over automatic axes are global in an inner body, which may bind these.
+    local = [
+        apply(backend, entry_shards(call.match.spec(i)), backend.unshared(call.leaves[i]))
+        for i in call.crossing
+    ]
+    watch = Untouched(call, local)
+    result = run_body(call, backend, local)
+    watch.check()
+    specs = map(result.match.spec, result.match.crossing)
+    pairs = zip(specs, result.crossing, strict=True)
+    return result.rebuild([apply(backend, exit_joins(spec), value) for spec, value in pairs])

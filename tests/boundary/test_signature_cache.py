@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from shardmap_torch import Mesh, P, device_put, make_mesh
-from shardmap_torch.boundary.signature_cache import SignatureCache
+from shardmap_torch.boundary.matching import SignatureCache
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.collectives.table import ROWS, Row
-from shardmap_torch.run import single_rank, threads
+from shardmap_torch.run import simulated, threads
 from tests.programs.support.bodies import PROGRAMS
 from tests.programs.support.everywhere import same
 from tests.programs.support.harness import VMAP, Program, assert_same, on_mesh, one_device, random
@@ -36,20 +36,20 @@ X: Final = random((4,), 7)
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs unchecked calls as plain code too."""
-    monkeypatch.setattr(threads, "run", single_rank.run)
+    monkeypatch.setattr(threads, "run", simulated.run_alone)
 
 
 @pytest.fixture
 def solos(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the functions whose calls ran as plain code."""
     names: list[str] = []
-    run = single_rank.run
+    run = simulated.run_alone
 
     def noted(call: Any) -> Any:
         names.append(call.name)
         return run(call)
 
-    monkeypatch.setattr(single_rank, "run", noted)
+    monkeypatch.setattr(simulated, "run_alone", noted)
     return names
 
 
