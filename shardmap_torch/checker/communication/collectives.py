@@ -82,12 +82,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         self, written: Sequence[Tensor], read: Sequence[Tensor]
     ) -> Callable[[], AbstractContextManager[None]]:
         """Notes the memory that a call of torch.distributed reads and writes until it has ended."""
-        interpreter = self._interpreter
-        known = [
-            [interpreter.known_storage_type(x) or interpreter.storage_type(x) for x in tensors]
-            for tensors in (written, read)
-        ]
-        return interpreter.rows.arrivals.begin(*known)
+        return self._interpreter.copies.begin_call(self._interpreter, written, read)
 
     def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
         """The readings, the same on all paths; they matter where a gradient flows."""

@@ -25,13 +25,14 @@ from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.rank_only import rank_only_part
 from shardmap_torch.checker.ir.repairs import NONE, Op, Places, Repair, propose
 from shardmap_torch.checker.ir.symbolic import Numbers
-from shardmap_torch.checker.rules import distributed_calls
+from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import (
     Refusal,
     Types,
     branches,
     each_axis,
+    is_in_linear_backward,
     is_real,
     name_arguments,
     named_tensors,
@@ -42,7 +43,7 @@ from shardmap_torch.checker.rules.infer import (
     writes_of,
 )
 from shardmap_torch.checker.rules.lattice import Outcome, add, join, plain
-from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward
+from shardmap_torch.checker.rules.reasons import SIZED_BY_DATA
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
@@ -113,7 +114,7 @@ class Interpreter(Memory):
     @property
     def is_special(self) -> bool:
         """Returns whether calls depend on more here than their operands: few bodies get there."""
-        return self.is_symbolic or self.is_paused or self.rows.any or self.copies.are_stale
+        return self.is_symbolic or self.is_paused or self.copies.are_stale
 
     @property
     def is_symbolic(self) -> bool:
@@ -186,8 +187,8 @@ class Interpreter(Memory):
         if self.is_paused or op.namespace in _SILENT or op in _SIZES:
             key = None if self.is_symbolic else key_of(op, args, kwargs)
             return run_fake(self.fake, key, op, args, kwargs)
-        if op.namespace in distributed_calls.NAMESPACES:
-            self.numbers.branches.fail(distributed_calls.refused(self.name, op))
+        if op.namespace in distributed.NAMESPACES:
+            self.numbers.branches.fail(distributed.refused(self.name, op))
         if not self.running and running_backward() != NO_BACKWARD:
             raise ShardTypeError(
                 f"{self.name}: a backward was started that the checker did not see start.\n"
@@ -241,7 +242,9 @@ class Interpreter(Memory):
             UnsupportedOperatorException,
         ) as error:
             head = f"{_name(op)} cannot be interpreted without data ({type(error).__name__})."
-            advice = "use an operation whose result has a known shape, or check=False."
+            advice = SIZED_BY_DATA.get(
+                _name(op), "use an operation whose result has a known shape, or check=False."
+            )
             raise messages.error(self, head, [], advice) from error
         if any(made.layout is not torch.strided for _, made in _results(out)):
             head = f"{_name(op)} gives a tensor that is not strided, and no other ones are typed."

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import Op, Repair, of_equal, of_types, propose
-from shardmap_torch.checker.rules.infer import BRANCH, Refusal, tensors_of
-from shardmap_torch.checker.rules.lattice import MIXED, OF_SUMS, branch_advice, plain, sum_advice
+from shardmap_torch.checker.rules.infer import Refusal, tensors_of
+from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.checker.rules.reasons import BRANCH, MIXED, branch_advice
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.source_location import Site
@@ -91,7 +92,12 @@ def refused(
         return _both_ways(interpreter, axis, uses, refusal.axis)
     gradients = _pending_gradients(uses, refusal.axis, axis)
     is_index = any(is_rank(use.storage_type, refusal.axis, axis) for use in uses)
-    advice = gradient_sum_advice(axis) if gradients else _advice(refusal, axis, name, is_index)
+    if gradients:
+        advice = gradient_sum_advice(axis)
+    elif refusal.reason == BRANCH:
+        advice = branch_advice(name, axis, is_index)
+    else:
+        advice = refusal.reason.advise(axis)
     types += [use.types[refusal.axis] for use in uses]
     rejection = error(interpreter, head, lines, advice, types=types)
     if gradients:
@@ -228,21 +234,6 @@ def chain_of(storage_type: StorageType, axis: int) -> Iterator[str]:
         if not sources or sources[0] is storage_type:
             return
         storage_type = sources[0]
-
-
-def _advice(refusal: Refusal, axis: str, name: str, is_index: bool) -> str:
-    conflict, reason = refusal.conflict, refusal.reason
-    assert conflict is not None  # the caller has one
-    if reason == MIXED:
-        return (
-            f"convert the I operand with convert(x, {axis!r}, src=I, dst=R), which sums its "
-            "gradient, or detach it if it needs none."
-        )
-    if reason in OF_SUMS:
-        return sum_advice(reason, axis)
-    if reason == BRANCH:
-        return branch_advice(name, axis, is_index)
-    return ""
 
 
 def source(

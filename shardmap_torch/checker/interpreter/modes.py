@@ -38,7 +38,6 @@ from shardmap_torch.checker.ir.sizes import as_numbers
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.table import METADATA, rewritten
-from shardmap_torch.checker.rules.distributed_calls import NAMESPACES
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.registry import MEANINGS
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
@@ -154,7 +153,7 @@ class _Operations(UncompiledMode):
     def _call(self, func: Any, args: Any, kwargs: Any, found: Found | None) -> Any:
         if isinstance(func, HigherOrderOperator):
             raise _unknown(self._interpreter.name, func)
-        if func.namespace in NAMESPACES:
+        if func.namespace in distributed.NAMESPACES:
             out = distributed.typed_call(self._interpreter, func, args, self)
             if out is not NotImplemented:
                 return out
@@ -178,8 +177,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         interpreter = self._interpreter
-        selections = interpreter.rows.selections
-        if func in METADATA and type(base_of(args[0])) is FakeTensor and not selections.any:
+        if func in METADATA and type(base_of(args[0])) is FakeTensor:
             if interpreter.keeps_values:
                 user_code.remember(interpreter, args)
             out = func(*args, **(kwargs or {}))
@@ -206,7 +204,7 @@ class _Functions(TorchFunctionMode):
         ):
             self._interpreter.needs_ranks(name_of_hook(func) if func in HOOKS else "")
         special = _SPECIAL.get(func)
-        if special is not None and not self._interpreter.rows.selections.are_in(args):
+        if special is not None:
             return special(self._interpreter, func, args, kwargs)
         self._interpreter.reject_outer(args)
         called, func = func, rewritten(self._interpreter, func, args, kwargs)
@@ -218,8 +216,6 @@ class _Functions(TorchFunctionMode):
             out = self._apply(func, args, kwargs, called)
         if func in MAY_COPY and args:
             out = self._interpreter.copies.relate(self._interpreter, args[0], out)
-        if self._interpreter.rows.any:
-            self._interpreter.rows.follow_writes(self._interpreter)
         if isinstance(out, Tensor | tuple | list):
             self._note(args, out)
         if given is not None:

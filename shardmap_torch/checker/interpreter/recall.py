@@ -22,12 +22,12 @@ from shardmap_torch.checker.rewrites.copies import is_marked
 from shardmap_torch.checker.rules.infer import (
     Types,
     draws,
+    is_in_linear_backward,
     is_real,
     may_draw,
     name_arguments,
     signature_of,
 )
-from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.source_location import call_site

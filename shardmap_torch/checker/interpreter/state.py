@@ -19,7 +19,6 @@ from shardmap_torch.checker.calls.fake_results import fake_mode
 from shardmap_torch.checker.calls.remembered import Remembered, address_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import CLOSED_OVER, StorageType, varying
-from shardmap_torch.checker.rewrites.aliases import AliasedRows
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.core.closures import name_in
@@ -69,7 +68,7 @@ class Memory:
         self.observer: Observer = UNOBSERVED
         self.body: Callable[..., Any] | None = None
         self.closures: dict[int, Tensor] = {}
-        self.rows, self.copies = AliasedRows(), Copies()
+        self.copies = Copies()
         self.types_by_storage: dict[int, StorageType] = {}
         self.remembered = Remembered(self.fake)
         self.is_paused = False
@@ -96,7 +95,7 @@ class Memory:
         self.values.clear()
         self.watched.clear()
         self.hooked.clear()
-        self.rows = AliasedRows()
+        self.copies.forget_tensors()
 
     def end(self) -> None:
         """Unties what refers to each other, when all is verified: it is freed without a collector.
@@ -149,7 +148,7 @@ class Memory:
 
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the storage type of a tensor, or of its fake."""
-        if type(tensor) is FakeTensor and not self.rows.any:
+        if type(tensor) is FakeTensor:
             # What follows finds the same, at several times the cost.
             known = self.types_by_storage.get(address_of(tensor))
             if known is not None:
@@ -366,7 +365,7 @@ class Memory:
 
     def _fakify_value(self, value: Any) -> Any:
         """Replaces closed-over tensors by fakes of type K, also in lists."""
-        if type(value) is FakeTensor and value.fake_mode is self.fake and not self.rows.any:
+        if type(value) is FakeTensor and value.fake_mode is self.fake:
             return value
         if isinstance(value, Tensor):
             # A transform's tensor wraps a fake, or a closed-over tensor.
@@ -375,8 +374,6 @@ class Memory:
                 return self._fakify_tensor(value)
             if base.fake_mode is not self.fake:
                 raise kept(f"{self.name}: at {call_site()} the body uses")
-            if self.rows.any:
-                self.rows.reject(self.name, base, self.known_storage_type(base))
             return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             return [self._fakify_value(item) for item in value]

@@ -1,1 +1,1 @@
-"""Torch functions that take a number out of a tensor, interpreted as others that do not."""
+"""Torch functions that are interpreted as others, and what memory their results may share."""

@@ -1,27 +1,48 @@
-"""Tensors that share memory or do not, as strides decide: `y = x.reshape(-1)`.
+"""Tensors whose contents in a run a check cannot tell, since it does not see what memory they have.
 
-Strides differ between a check, whose tensors are contiguous, and shards, which lie as the global
-tensor does, and so between meshes. A write into one of the two may change the other, or not: after
-it, the other is stale, and reading it is refused.
+* `y = x.reshape(-1)` is a copy or a view, as strides decide. Those differ between a check, whose
+  tensors are contiguous, and shards, which have the strides of the global tensor.
+* `y = x[i]` with a tensor `i` is a view in a run. Interpreted it is a copy: where it begins is
+  not known.
+* What a call of torch.distributed writes with `async_op=True` is unknown until it is waited for.
+
+A write into one of two tensors that may share memory may change the other: after it the other is
+stale, and reading it is refused.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rewrites.aliases import Host, memory_of, reject_stale
+from shardmap_torch.checker.ir.program import StorageType
+from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
+from shardmap_torch.errors import ShardTypeError
 
-_READ_AGAIN: Final = (
-    "is read after a write into one that may share its memory: whether reshape, flatten and "
-    "contiguous copy depends on strides, which differ between meshes"
+_BY_STRIDES: Final = (
+    "at {} a tensor is read after a write into one that may share its memory: whether reshape, "
+    "flatten and contiguous copy depends on strides, which differ between meshes.\n"
+    "Fix: take it again after the write, or clone it before."
 )
+_BY_POSITION: Final = (
+    "at {} a tensor is read after a write into one that shares its memory, as x and x[i] do where "
+    "i is a tensor.\n"
+    "Fix: write with x[i] = ..., x[i] += ... or x[i : i + n] = ...; take x[i] again after a write "
+    "into x, or clone it before."
+)
+_ARRIVING: Final = (
+    "{} uses what a call of torch.distributed writes, which has not been waited for.\n"
+    "Fix: call wait() first on what async_op=True returns."
+)
+_LENT: Final = "a call of torch.distributed may still read"
 
 MAY_COPY: Final = frozenset(
     (
@@ -35,17 +56,45 @@ _Side: TypeAlias = object
 """Tensors that certainly share memory: a storage's address, or a mark of some of its views."""
 
 
+class Host(Protocol):
+    """An interpreter, as the functions of this package see it."""
+
+    name: str
+    numbers: Numbers
+    copies: "Copies"
+
+    def needs_ranks(self, what: str = "") -> None:
+        """Records that `torch.func.vmap` cannot run the body as ranks do."""
+
+    def storage_type(self, tensor: Tensor) -> StorageType:
+        """Returns the type of a tensor's storage."""
+
+    def base(self, tensor: Tensor) -> Tensor:
+        """Returns the fake of a tensor, without transforms."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Ignores operations in a context."""
+
+    def flows(self, tensor: Tensor) -> bool:
+        """Returns whether a gradient flows through a tensor."""
+
+
 class Copies:
     """Tensors that may be copies of one another or may share memory."""
 
     def __init__(self) -> None:
         self._related: dict[_Side, set[_Side]] = {}
-        self._stale: set[_Side] = set()
+        self._stale: dict[_Side, str] = {}
+        self._rows: set[_Side] = set()
+        self._picked: list[tuple[Tensor, Tensor, Any]] = []
+        # One entry for each call that has not been waited for.
+        self._arriving: list[_Side] = []
+        self._lent: list[StorageType] = []
 
     @property
     def any(self) -> bool:
         """Returns whether there are any."""
-        return bool(self._related)
+        return bool(self._related or self._stale)
 
     @property
     def are_stale(self) -> bool:
@@ -57,9 +106,12 @@ class Copies:
 
         In a backward it does not: there autograd compares the versions of what it has saved.
         """
-        if self._stale and running_backward() == NO_BACKWARD:
-            if any(_side(base_of(x)) in self._stale for x in read):
-                reject_stale(name, _READ_AGAIN)
+        if not self._stale:
+            return
+        in_backward = running_backward() != NO_BACKWARD
+        for why in (self._stale.get(_side(base_of(x))) for x in read):
+            if why is not None and (why is _ARRIVING or not in_backward):
+                raise ShardTypeError(f"{name}: {why.format(call_site())}")
 
     def relate(self, host: Host, source: Tensor, out: Tensor) -> Tensor:
         """Notes that a result of `MAY_COPY` may share memory with its operand; returns it.
@@ -73,15 +125,45 @@ class Copies:
                 return out
             if out is source:
                 out = source.view_as(source)
-            base, own = base_of(out), _side(base_of(source))
+            base = base_of(out)
             if host.storage_type(out) is host.storage_type(source):
                 base._shardmap_side = object()  # type: ignore[attr-defined]  # ours
-            other = _side(base)
-        if own in self._stale:
-            self._stale.add(other)
-        together = self._related.get(own, {own}) | self._related.get(other, {other})
-        self._related.update(dict.fromkeys(together, together))
+            self._link(_side(base_of(source)), _side(base))
         return out
+
+    def pick(self, host: Host, source: Tensor, dim: int, index: Tensor) -> Tensor:
+        """Copies entries along a dim, which in a run are a view of `source`."""
+        host.needs_ranks()  # torch.func.vmap takes no number out of a tensor
+        row = source.index_select(dim, index)
+        with host.paused(), DisableTorchFunction():
+            host.storage_type(row).read_only = host.storage_type(source).read_only
+            side = _side(host.base(row))
+            self._rows.add(side)
+            self._link(_side(host.base(source)), side)
+        return row
+
+    def remember_pick(self, row: Tensor, source: Tensor, index: Any) -> Tensor:
+        """Remembers that `source[index]` is `row`."""
+        self._picked.append((row, source, index))
+        return row
+
+    @contextmanager
+    def writing_back(self, host: Host, x: Tensor, index: Any, value: Any) -> Iterator[None]:
+        """Lets `x[index] = value` be written in this context though `value`, a part of x, has been.
+
+        `x[i] += 1` takes x[i], writes into it, and assigns it. As the two share memory in a run,
+        they have the same entries afterwards, and the rest of x is what it was.
+        """
+        is_part = any(
+            value is row and index is same and _side(host.base(x)) == _side(host.base(source))
+            for row, source, same in self._picked
+        )
+        pair = [_side(host.base(x)), _side(host.base(value))] if is_part else []
+        if is_part and pair[1] not in self._stale:
+            self._stale.pop(pair[0], None)
+        yield
+        for side in pair:
+            self._stale.pop(side, None)
 
     def follow(
         self,
@@ -92,21 +174,66 @@ class Copies:
         is_view: bool,
     ) -> None:
         """Marks stale what a write may change elsewhere; views are on the side of their operand."""
-        if not self._related:
+        if not self.any:
             return
         read = [x for value in arguments.values() for x in tensors_of(value)]
         if not is_view:
             self.reject_stale(host.name, read)
         for side in {_side(x) for x in written}:
-            self._stale |= self._related.get(side, {side}) - {side}
-        views = {memory_of(x): x.__dict__["_shardmap_side"] for x in read if is_marked(x)}
+            for other in self._related.get(side, {side}) - {side}:
+                by_position = not self._rows.isdisjoint((side, other))
+                self._stale.setdefault(other, _BY_POSITION if by_position else _BY_STRIDES)
+        views = {_memory_of(x): x.__dict__["_shardmap_side"] for x in read if is_marked(x)}
         for y in tensors_of(out) if views else ():
-            if memory_of(y) in views:
-                y._shardmap_side = views[memory_of(y)]  # type: ignore[attr-defined]  # ours
+            if _memory_of(y) in views:
+                y._shardmap_side = views[_memory_of(y)]  # type: ignore[attr-defined]  # ours
+
+    def begin_call(
+        self, host: Host, written: Sequence[Tensor], read: Sequence[Tensor]
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Notes that a call of torch.distributed begins; returns a context in which it ends."""
+        sides = [_side(host.base(x)) for x in written]
+        storage_types = [host.storage_type(x) for x in read]
+        lent = [each for each in storage_types if each.read_only in (None, _LENT)]
+        self._arriving += sides
+        self._lent += lent
+        self._stale.update(dict.fromkeys(sides, _ARRIVING))
+        for each in lent:
+            each.read_only = _LENT
+
+        @contextmanager
+        def arriving() -> Iterator[None]:
+            for each in lent:
+                self._lent.remove(each)
+                each.read_only = _LENT if each in self._lent else None
+            for side in sides:
+                self._arriving.remove(side)
+                # Another call may still write the rest of this memory: not this end's matter.
+                self._stale.pop(side, None)
+            yield
+            self._stale.update(dict.fromkeys(self._arriving, _ARRIVING))
+
+        return arriving
+
+    def forget_tensors(self) -> None:
+        """Drops tensors, whose graphs would stay alive with them."""
+        self._picked.clear()
+
+    def _link(self, own: _Side, other: _Side) -> None:
+        if own in self._stale:
+            self._stale[other] = self._stale[own]
+        together = self._related.get(own, {own}) | self._related.get(other, {other})
+        self._related.update(dict.fromkeys(together, together))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Returns a number of a tensor's memory, which tensors that share it have in common."""
+    with DisableTorchFunction():
+        return int(base_of(tensor).untyped_storage()._cdata)
 
 
 def _side(tensor: Tensor) -> _Side:
-    return tensor.__dict__.get("_shardmap_side") or memory_of(tensor)
+    return tensor.__dict__.get("_shardmap_side") or _memory_of(tensor)
 
 
 def is_marked(tensor: Tensor) -> bool:

@@ -12,46 +12,50 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rewrites.aliases import Host
-from shardmap_torch.checker.rewrites.ranges import has_tensor_bounds, write_range
+from shardmap_torch.checker.rewrites.copies import Host
 
 _WHOLE: Final = slice(None)
+_MASKS: Final = (torch.bool, torch.uint8)
 
 
 def read(host: Host, x: Tensor, index: Any) -> Any:
     """Computes `x[index]`, or NotImplemented where torch needs no number to do so."""
-    parts = parts_of(index)
-    if any(map(has_tensor_bounds, parts)):
+    parts = _parts_of(index)
+    if any(map(_has_tensor_bounds, parts)):
         host.numbers.branches.refuse(
             "the size of a slice whose bounds are tensors depends on data.",
             "use torch.narrow(x, dim, start, length), whose start may be a tensor; or take all of "
             "it, and mask.",
         )
-    if _is_mask(parts[0]) and all(part == _WHOLE for part in parts[1:]):
-        return host.rows.selections.select(host, x, parts[0])
     if not any(map(_is_number, parts)):
         return NotImplemented
     selected, rest = x, list(parts)
     for position, part in enumerate(rest):
         if _is_number(part):
             dim = _dim(x, rest, position)
-            selected = host.rows.pick(host, selected, dim, part.reshape(1))
+            selected = host.copies.pick(host, selected, dim, part.reshape(1))
             rest[position] = 0
-    return host.rows.take(selected[tuple(rest)], x, index)
+    return host.copies.remember_pick(selected[tuple(rest)], x, index)
+
+
+def narrow(host: Host, x: Tensor, dim: int, start: Any, length: int) -> Any:
+    """Computes `torch.narrow` from a tensor's number on; NotImplemented for other starts."""
+    if not isinstance(start, Tensor) or type(length) is not int:
+        return NotImplemented
+    return host.copies.pick(host, x, dim, start + torch.arange(length, device=x.device))
 
 
 def write(host: Host, x: Tensor, index: Any, value: Any) -> Any:
     """Does `x[index] = value`, or returns NotImplemented where torch does it."""
-    if host.rows.is_taken(value, x, index):
-        return None
-    parts = parts_of(index)
-    if any(map(has_tensor_bounds, parts)):
-        return write_range(host, x, parts, value)
+    parts = _parts_of(index)
+    if any(map(_has_tensor_bounds, parts)):
+        return _write_range(host, x, parts, value)
     if not all(map(_is_known, parts)):
         return NotImplemented
-    indices = [part for part in parts if isinstance(part, Tensor)]
-    if indices:
-        return _write_at(host, x, parts, value)
+    if any(isinstance(part, Tensor) for part in parts):
+        with host.copies.writing_back(host, x, index, value):
+            _write_at(host, x, parts, value)
+        return None
     target = x[index]
     if not isinstance(value, Tensor) or value.ndim > target.ndim:
         return NotImplemented
@@ -59,7 +63,7 @@ def write(host: Host, x: Tensor, index: Any, value: Any) -> Any:
     return None
 
 
-def _write_at(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> Any:
+def _write_at(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> None:
     """Writes at the places that tensors of integers or booleans give."""
     numbers = [part for part in parts if _is_number(part)]
     indices = [part for part in parts if isinstance(part, Tensor)]
@@ -77,12 +81,63 @@ def _write_at(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> Any:
     for part in parts:
         places += _places(part, x.ndim - sum(map(_consumed, parts)))
     row = torch.as_tensor(value, dtype=x.dtype, device=x.device)
-    num_kept = target.ndim - sum(map(_consumed, indices))
-    num_dims = num_kept + max(1 if part.dtype in _MASKS else part.ndim for part in indices)
+    num_others = target.ndim - sum(map(_consumed, indices))
+    num_dims = num_others + max(1 if part.dtype in _MASKS else part.ndim for part in indices)
     while row.ndim > num_dims and row.shape[0] == 1:
         row = row.squeeze(0)
     torch.ops.aten.index_put_.default(target, places, row)
-    return None
+
+
+def _write_range(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> None:
+    """Does `x[parts] = value`, where one part is a slice whose bounds are tensors."""
+    at = [place for place, part in enumerate(parts) if _has_tensor_bounds(part)]
+    place, others = at[0], [*parts]
+    bounds, others[place] = parts[place], _WHOLE
+    is_simple = all(p is None or p is Ellipsis or type(p) in (int, slice) for p in others)
+    if len(at) > 1 or bounds.step not in (None, 1) or not is_simple:
+        host.numbers.branches.refuse(
+            "a write between bounds that are tensors is known to the checker beside integers and "
+            "slices only.",
+            "use index_copy, or torch.where with a mask.",
+        )
+    host.needs_ranks()
+    target = x[tuple(others)]
+    after = any(part is Ellipsis for part in others[:place])
+    dim = target.ndim - _count_dims(others[place:]) if after else _count_dims(others[:place])
+    row = torch.as_tensor(value, dtype=target.dtype, device=target.device)
+    behind = target.ndim - 1 - dim
+    length = row.shape[-1 - behind] if row.ndim > behind else 1
+    if length == 1:  # one value everywhere: how many entries there are is not known
+        target.copy_(torch.where(_mask(target, dim, bounds), row, target))
+        return
+    index = torch.arange(length, device=target.device)
+    if bounds.start is not None:
+        index = bounds.start + index
+    if isinstance(bounds.stop, Tensor):
+        index = index + 0 * bounds.stop  # what is written depends on it
+    torch.ops.aten.index_put_.default(target, [None] * dim + [index], row)
+
+
+def _count_dims(parts: Sequence[Any]) -> int:
+    """Counts the result's dims that these parts give; none is a tensor or an ellipsis."""
+    return len([part for part in parts if part is None or isinstance(part, slice)])
+
+
+def _mask(target: Tensor, dim: int, bounds: slice) -> Tensor:
+    """Marks the positions between the bounds, along a dim."""
+    positions = torch.arange(target.shape[dim], device=target.device)
+    limits = [] if bounds.start is None else [positions >= bounds.start]
+    limits += [] if bounds.stop is None else [positions < bounds.stop]
+    inside = limits[0] if len(limits) == 1 else limits[0] & limits[1]
+    mask: Tensor = inside.reshape(-1, *(1,) * (target.ndim - 1 - dim))
+    return mask
+
+
+def _has_tensor_bounds(part: Any) -> bool:
+    """Returns whether a slice begins or ends where a tensor says."""
+    return isinstance(part, slice) and any(
+        isinstance(bound, Tensor) for bound in (part.start, part.stop)
+    )
 
 
 def _places(part: Any, num_free: int) -> list[Tensor | None]:
@@ -92,9 +147,6 @@ def _places(part: Any, num_free: int) -> list[Tensor | None]:
     if part is Ellipsis:
         return [None] * num_free
     return [None] if part is None or isinstance(part, slice) else []
-
-
-_MASKS: Final = (torch.bool, torch.uint8)
 
 
 def _is_known(part: Any) -> bool:
@@ -121,13 +173,9 @@ def _consumed(part: Any) -> int:
     return 1
 
 
-def parts_of(index: Any) -> Sequence[Any]:
+def _parts_of(index: Any) -> Sequence[Any]:
     """The parts of an index, one for each dim or dims that it is about."""
     return index if isinstance(index, tuple) else (index,)
-
-
-def _is_mask(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dtype == torch.bool and part.ndim > 0
 
 
 def _is_number(part: Any) -> bool:

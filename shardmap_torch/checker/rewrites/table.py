@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch.checker.rewrites import indexing, ranges
-from shardmap_torch.checker.rewrites.aliases import Host
+from shardmap_torch.checker.rewrites import indexing
+from shardmap_torch.checker.rewrites.copies import Host
 from shardmap_torch.checker.rewrites.einsum import einsum
 from shardmap_torch.core.torch_private.engine import (
     TransformType,
@@ -57,42 +57,18 @@ def cross_entropy(
     return (1 - label_smoothing) * picked - label_smoothing * spread
 
 
-def masked_select(host: Host, x: Tensor, mask: Tensor) -> Any:
-    """Stands for what a mask selects; NotImplemented where it is broadcast."""
-    return host.rows.selections.select(host, x, mask) if mask.shape == x.shape else NotImplemented
-
-
-def nonzero(host: Host, x: Tensor, as_tuple: bool = False) -> Any:
-    """Stands for the positions of a mask's entries; NotImplemented for other tensors."""
-    return host.rows.selections.positions(host, x, as_tuple)
-
-
-def where(host: Host, condition: Tensor, *branches: Any) -> Any:
-    """Stands for the positions of a mask's entries; NotImplemented where it chooses entries."""
-    return NotImplemented if branches else nonzero(host, condition, as_tuple=True)
-
-
 REWRITES: Final[Mapping[Any, Rewrite]] = {
     Tensor.__getitem__: indexing.read,
     Tensor.__setitem__: indexing.write,
-    **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
-    **dict.fromkeys((torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere), nonzero),
-    torch.where: where,
     torch.einsum: einsum,
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
-    **dict.fromkeys((torch.narrow, Tensor.narrow), ranges.narrow),
-    **dict.fromkeys((torch.select, Tensor.select), ranges.select),
-    **dict.fromkeys((torch.select_scatter, Tensor.select_scatter), ranges.select_scatter),
-    **dict.fromkeys((torch.slice_scatter, Tensor.slice_scatter), ranges.slice_scatter),
+    **dict.fromkeys((torch.narrow, Tensor.narrow), indexing.narrow),
 }
 
 
 def rewritten(host: Host, func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the function to call in place of `func` with these arguments, which does the same."""
-    chosen = host.rows.selections.replacing(host, func, args, kwargs)
-    if chosen is not func:
-        return chosen
     rewrite = REWRITES.get(func)
     if rewrite is None:
         return func

@@ -9,19 +9,12 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.lattice import (
-    INTEGER,
-    WRAPPED,
-    Conflict,
-    Outcome,
-    combine,
-    join,
-)
-from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward, join_linearly
-from shardmap_torch.checker.rules.nn import HIDDEN_WRITES
+from shardmap_torch.checker.rules.lattice import Conflict, Outcome, combine, join, multiply
+from shardmap_torch.checker.rules.networks import HIDDEN_WRITES
+from shardmap_torch.checker.rules.reasons import BITS, BRANCH, INTEGER, UNKNOWN, WRAPPED, Reason
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.rules.rule import Row
-from shardmap_torch.core.torch_private.engine import OpOverload
+from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
 from shardmap_torch.types import AxisType, K, Partial, V, Z
 
 Types: TypeAlias = tuple[AxisType, ...]
@@ -29,12 +22,6 @@ Types: TypeAlias = tuple[AxisType, ...]
 
 Read: TypeAlias = Callable[[Tensor], Types]
 """A function that returns the types of an operand."""
-
-UNKNOWN: Final = (
-    "nothing is known about what it does to the ranks' values; declare it with register_rule"
-)
-BRANCH: Final = "the ranks would get different Python values or shapes, and diverge"
-BITS: Final = "the bits of a pending sum mean nothing"
 
 
 @dataclass(frozen=True)
@@ -44,12 +31,12 @@ class Refusal:
     Attributes:
         axis: position of the mesh axis; None if the reason does not depend on an axis.
         conflict: the types that do not go together; None if the operation itself is refused.
-        reason: one sentence.
+        reason: why.
     """
 
     axis: int | None
     conflict: Conflict | None
-    reason: str
+    reason: Reason
 
 
 Outcomes: TypeAlias = "Types | Refusal"
@@ -166,16 +153,37 @@ def type_call(
             None where they draw different ones over all.
     """
     row, signature = row_of(op), signature_of(op)
-    if row is None or row.refuse is not None:
-        return [Refusal(None, None, UNKNOWN if row is None or row.refuse is None else row.refuse)]
+    if row is None:
+        return [Refusal(None, None, UNKNOWN)]
+    if row.refuse is not None:
+        return [Refusal(None, None, Reason(row.refuse))]
     if is_in_linear_backward():
-        read_there = [read(t) for value in arguments.values() for t in tensors_of(value)]
-        return [each_axis(join_linearly, read_there, num_axes)]
+        operands = [read(t) for value in arguments.values() for t in tensors_of(value)]
+        return [each_axis(_join_linearly, operands, num_axes)]
     if row.zipped:
         return _each_position(row, signature, arguments, read, num_axes, drawn)
     if row.results:
         return [_outcome(each, signature, arguments, read, num_axes, drawn) for each in row.results]
     return [_outcome(row, signature, arguments, read, num_axes, drawn)]
+
+
+_LINEAR_NODES: Final = frozenset({"LinalgMatrixExpBackward0", "LogcumsumexpBackward0"})
+"""Autograd nodes whose backward is linear in its cotangent although its operations are not.
+
+`matrix_exp` takes the exponential of a block matrix that the cotangent is one block of, and
+`logcumsumexp` the logarithm of the cotangent's absolute value.
+"""
+
+
+def is_in_linear_backward() -> bool:
+    """Returns whether the backward of such a node is running."""
+    node = current_autograd_node()
+    return node is not None and node.name() in _LINEAR_NODES
+
+
+def _join_linearly(types: Sequence[AxisType]) -> Outcome:
+    # As a product with a number: a single zero is no zero after what is not linear.
+    return multiply([K, *types])
 
 
 def is_real(dtype: torch.dtype) -> bool:

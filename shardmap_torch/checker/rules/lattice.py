@@ -5,14 +5,18 @@ sum over ranks; Z is zero on every rank. Operands through which no gradient flow
 place of I or R; the interpreter decides which those are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from torch.distributions import Distribution
-
-from shardmap_torch.core.source_location import is_running
-from shardmap_torch.core.torch_private.engine import FakeTensor
+from shardmap_torch.checker.rules.reasons import (
+    COUNTED,
+    MIXED,
+    NONLINEAR,
+    PRODUCT,
+    SELECTION,
+    Reason,
+)
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
 
@@ -28,87 +32,10 @@ class Conflict:
 
     first: AxisType
     second: AxisType | None
-    reason: str
+    reason: Reason
 
 
 Outcome: TypeAlias = AxisType | Conflict
-
-MIXED: Final = "the I operand's gradient would differ between ranks and never be summed"
-COUNTED: Final = "an addend that is equal on all ranks would be counted once per rank"
-NONLINEAR: Final = "the operation is not linear, so it cannot be applied to a pending sum"
-PRODUCT: Final = "a sum over ranks can only be multiplied by what is equal on all ranks, R or K"
-SELECTION: Final = "what selects, scales or places addends of a sum must be equal on all ranks"
-INTEGER: Final = "a sum of rounded values is not the rounded sum"
-WRAPPED: Final = "a sum of integers that few bits hold is not that sum in more bits, as each wraps"
-
-OF_SUMS: Final[Mapping[str, str]] = {
-    NONLINEAR: "take the sum first, with all_reduce(x, {axis!r}, dst=...); leave out a later one.",
-    COUNTED: "take the sum first, with all_reduce(x, {axis!r}, dst=...), and add this to it.",
-    PRODUCT: "take the sum of one operand first, with all_reduce(x, {axis!r}, dst=R): the product "
-    "is a pending sum then, for a later all_reduce. Or take that of both, and leave out a later "
-    "one.",
-    SELECTION: "take the sum of what selects, scales or divides first, with all_reduce(x, "
-    "{axis!r}, dst=R); what it is applied to may stay a pending sum, for a later all_reduce.",
-    INTEGER: "take the sum first, with all_reduce(x, {axis!r}, dst=...), and round it.",
-    WRAPPED: "cast the values before they are added up, or after all_reduce(x, {axis!r}, dst=...).",
-}
-"""Advice about operations on pending sums, by the reason of their refusal."""
-
-
-def sum_advice(reason: str, axis: str) -> str:
-    """Returns advice for an operation that pending sums do not allow."""
-    return OF_SUMS.get(reason, OF_SUMS[NONLINEAR]).format(axis=axis)
-
-
-_KEPT: Final = (
-    "keep the shape: of x[mask].sum() write torch.where(mask, x, 0).sum(), and of x[mask].mean() "
-    "that by mask.sum(), each after its all_reduce."
-)
-_SELECTING: Final[Mapping[str, str]] = {
-    "index": _KEPT,
-    "masked_select": _KEPT,
-    "nonzero": "count with mask.sum(), or give a bound, with torch.nonzero_static(mask, size=n), "
-    "which goes into a local_region under check='global'.",
-    "bincount": "give the number of bins: functional.one_hot(x, n).sum(0) has that shape, and so "
-    "has torch.zeros(n).index_add(0, x, weights).",
-}
-"""Advice about operations whose results have sizes that depend on data."""
-
-_READING: Final[Sequence[tuple[object, str]]] = (
-    (
-        FakeTensor.tolist,
-        "keep them a tensor: ragged_all_to_all takes the numbers of rows that ranks send one "
-        "another so, as all_to_all_single takes them as a list.",
-    ),
-    (
-        Distribution.__init__,
-        "leave out the look at the values: distributions take validate_args=False.",
-    ),
-)
-"""Advice about functions of torch that look at values."""
-
-
-def branch_advice(name: str, axis: str, is_index: bool) -> str:
-    """Returns advice for a Python value, or a shape, that differs between ranks.
-
-    Args:
-        name: the operation.
-        axis: the axis over which its operand varies.
-        is_index: whether that is because it is computed from the index of the rank.
-    """
-    found = [advice for function, advice in _READING if is_running(function)]
-    found += [_SELECTING[name]] if name in _SELECTING else []
-    if found:
-        return f"{found[0]} Or gather the values over {axis!r} first."
-    if is_index:
-        return (
-            f"keep it a tensor, as in x * axis_index({axis!r}), x[axis_index({axis!r})] or "
-            f"torch.where(axis_index({axis!r}) == 0, a, b)."
-        )
-    return (
-        "compute what it decides with torch.where or a mask, or make it equal on all ranks of "
-        f"{axis!r} first."
-    )
 
 
 def plain(axis_type: AxisType) -> AxisType:

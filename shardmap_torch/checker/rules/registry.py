@@ -8,25 +8,15 @@ from typing import Any, Final
 import torch
 
 from shardmap_torch.checker.rules.builders import merged
-from shardmap_torch.checker.rules.factories import COUNTED
-from shardmap_torch.checker.rules.factories import ROWS as MAKE
-from shardmap_torch.checker.rules.foreach import ROWS as FOREACH
-from shardmap_torch.checker.rules.layout import ROWS as LAYOUT
-from shardmap_torch.checker.rules.matmul import GROUPED
-from shardmap_torch.checker.rules.matmul import ROWS as MATMUL
-from shardmap_torch.checker.rules.nn import ROWS as NN
-from shardmap_torch.checker.rules.pointwise import ROWS as BASIC
+from shardmap_torch.checker.rules.networks import ROWS as NETWORKS
+from shardmap_torch.checker.rules.operators import OWN
+from shardmap_torch.checker.rules.operators import ROWS as OPERATORS
 from shardmap_torch.checker.rules.rule import Row
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError, show
 
-TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(
-    merged(BASIC, MATMUL, LAYOUT, NN, MAKE, FOREACH)
-)
+TABLE: Final[Mapping[OpOverload, Row]] = MappingProxyType(merged(OPERATORS, NETWORKS))
 """All rows of torch's operators; the families do not overlap."""
-
-OWN: Final[Mapping[str, Row]] = MappingProxyType({**COUNTED, **GROUPED})
-"""Rows of this package's operators, by name: what first uses them defines them."""
 
 JOIN: Final = Row()
 """The row of a deterministic operation about which nothing more is known: P is refused."""

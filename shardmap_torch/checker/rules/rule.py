@@ -1,8 +1,7 @@
 """Typing rules of ATen overloads, as rows of data.
 
-A file of this package defines `ROWS: Mapping[OpOverload, Row]` for one family of operators, and
-`registry.py` merges them in one place. Rows speak of arguments by the names in the overload's
-schema (`op._schema`). What needs no row:
+The tables are `operators.py` and `networks.py`; `registry.py` has them all. Rows speak of arguments
+by the names in the overload's schema (`op._schema`). What needs no row:
 
 * An ATen operation whose operands are not P. It is a deterministic function of what it reads, so
   equal operands give equal results; the join of rule 1 types it.

@@ -27,7 +27,7 @@ from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.ir.repairs import NONE, Repair, mark_step
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
-from shardmap_torch.checker.rules import distributed_calls
+from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.backward import PullBack, record_backward
 from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape, local_shape
@@ -361,7 +361,7 @@ class _Verification:
     def _raised(self, error: Exception) -> PathOutcome:
         """Returns the outcome of a path that raises; errors not of the body fail the check."""
         branches, name = self._branches, SymbolicNumber.__name__
-        called = distributed_calls.named_in(self._call.name, error)
+        called = distributed.named_in(self._call.name, error)
         if called is not None:
             raise called from error
         branches.require()

@@ -151,14 +151,6 @@ def _added_to_itself(y: Tensor, i: Any) -> None:
     y[i] = y[i] + y[i - 1]
 
 
-def _row_written(y: Tensor, i: Any) -> None:
-    y[i].mul_(2.0)
-
-
-def _row_of_a_row(y: Tensor, i: Any) -> None:
-    y[i][i] += 3.0
-
-
 def _column(y: Tensor, i: Any) -> None:
     y[:, i] += y[i]
 
@@ -178,8 +170,6 @@ def _entry(y: Tensor, i: Any) -> None:
     [
         _added,
         _added_to_itself,
-        _row_written,
-        _row_of_a_row,
         _column,
         _written_before_and_after,
         _entry,
@@ -220,13 +210,74 @@ def _row_after_it_is_replaced(y: Tensor) -> Tensor:
     return row.sin()
 
 
+def _row_written(y: Tensor) -> Tensor:
+    y[axis_index("tp")].mul_(2.0)
+    return y
+
+
+def _row_written_and_put_elsewhere(y: Tensor) -> Tensor:
+    row = y[axis_index("tp")]
+    row.mul_(2.0)
+    y[axis_index("tp") * 0] = row
+    return y
+
+
+def _row_of_a_row(y: Tensor) -> Tensor:
+    y[axis_index("tp")][axis_index("tp") * 0] += 3.0
+    return y
+
+
+def _row_put_back_after_another_write(y: Tensor) -> Tensor:
+    index, other = axis_index("tp"), y.reshape(-1)
+    row = y[index]
+    other.add_(1)
+    y[index] = row
+    return y
+
+
 @pytest.mark.parametrize(
-    "body", [_row_returned, _row_after_another_is_written, _row_after_it_is_replaced]
+    "body",
+    [
+        _row_returned,
+        _row_after_another_is_written,
+        _row_after_it_is_replaced,
+        _row_written,
+        _row_written_and_put_elsewhere,
+        _row_of_a_row,
+        _row_put_back_after_another_write,
+    ],
 )
-def test_a_row_is_not_read_after_its_tensor_is_written(body: Callable[[Tensor], Tensor]) -> None:
+def test_a_tensor_is_not_read_after_a_write_into_what_shares_its_memory(
+    body: Callable[[Tensor], Tensor],
+) -> None:
     text = rejection(lambda x: body(x.clone()), X.detach(), in_specs=P(), out_specs=P("tp"))
-    assert "a tensor is read after a write into the tensor that it is a part of" in text
-    assert text.splitlines()[-1] == "Fix: take it again after the write, or clone it before."
+    assert "a tensor is read after a write into one that" in text
+    assert text.splitlines()[-1].startswith("Fix: ")
+
+
+def test_what_shares_memory_at_a_position_is_explained() -> None:
+    def body(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[axis_index("tp")].mul_(2.0)
+        return y.sin()
+
+    text = rejection(body, X.detach(), in_specs=P(), out_specs=P("tp"))
+    assert text.splitlines() == [
+        f"body: at test_indexing.py:{body.__code__.co_firstlineno + 3}: return y.sin() a tensor is "
+        "read after a write into one that shares its memory, as x and x[i] do where i is a tensor.",
+        "Fix: write with x[i] = ..., x[i] += ... or x[i : i + n] = ...; take x[i] again after a "
+        "write into x, or clone it before.",
+    ]
+
+
+@pytest.mark.parametrize("mask", ["of its rows", "of all"])
+def test_what_a_mask_selects_is_refused_with_what_has_a_shape(mask: str) -> None:
+    def body(x: Tensor, m: Tensor) -> Tensor:
+        return all_reduce(x[m].sum(), "tp", dst=I)
+
+    at = P("tp") if mask == "of its rows" else P()
+    text = rejection(body, X.detach(), X > 0, in_specs=(at, at), out_specs=P())
+    assert "Fix: keep the shape: of x[mask].sum() write torch.where(mask, x, 0).sum()" in text
 
 
 def test_a_row_of_an_input_is_not_written() -> None:
@@ -261,3 +312,122 @@ def test_what_picks_a_row_by_a_tensor_runs_on_ranks() -> None:
     mapped = shard_map(lambda x, i: x[i], mesh=ABSTRACT, in_specs=P(), out_specs=P())
     assert not check_program(mapped, X, IDS[0]).batches
     assert check_program(mapped, X, IDS).batches
+
+
+# -------------------------------------------------------------------------------- ranges
+
+AT: Final = torch.tensor(2)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x, at: torch.narrow(x, 0, at, 2),
+        lambda x, at: x.narrow(start=at, dim=1, length=3),
+    ],
+)
+def test_a_rank_reads_from_its_own_start(part: Callable[[Tensor, Any], Tensor]) -> None:
+    assert_right(
+        lambda x: part(x, axis_index("tp"))[None].sin(),
+        lambda x: torch.stack([part(x, rank) for rank in range(4)]).sin(),
+        numbers(6, 6, 4),
+        in_specs=P(),
+        out_specs=P("tp"),
+    )
+
+
+def _assign(c: Tensor, k: Tensor, at: Any) -> Tensor:
+    c = c.clone()
+    c[:, :, at : at + 1] = k[:, :, :1]
+    return c
+
+
+def _assign_several(c: Tensor, k: Tensor, at: Any) -> Tensor:
+    c = c.clone()
+    c[..., at : at + k.shape[2], :] = k
+    return c
+
+
+def _assign_number(c: Tensor, k: Tensor, at: Any) -> Tensor:
+    c = c.clone()
+    c[1, :, :at] = 2.0
+    c[..., None, at:, :] = k[:, :, None, 1:]
+    return c
+
+
+def _assign_below(c: Tensor, k: Tensor, at: Any) -> Tensor:
+    c = c.clone()
+    c[0, :, :at] = k[0]  # as many as there are
+    return c
+
+
+WRITES: Final[dict[str, Callable[[Tensor, Tensor, Any], Tensor]]] = {
+    "one entry": _assign,
+    "several": _assign_several,
+    "a number": _assign_number,
+    "as many as the position": _assign_below,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("check", [True, "global"])
+def test_a_cache_whose_heads_are_sharded_is_written_at_a_position(name: str, check: Any) -> None:
+    cache, keys = numbers(2, 4, 6, 3).requires_grad_(), numbers(2, 4, 2, 3).requires_grad_()
+    mesh = make_mesh((4,), ("tp",), kind="simulated", simulate="ranks")
+    heads = P(None, "tp")
+    f = shard_map(
+        WRITES[name], mesh=mesh, in_specs=(heads, heads, P()), out_specs=heads, check=check
+    )
+    expected = WRITES[name](cache, keys, 2)
+    y = f(cache, keys, AT)
+    torch.testing.assert_close(y, expected)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+    found = torch.autograd.grad((y * weights).sum(), [cache, keys])
+    for x, wanted in zip(
+        found, torch.autograd.grad((expected * weights).sum(), [cache, keys]), strict=True
+    ):
+        torch.testing.assert_close(x, wanted)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_cache_whose_positions_are_sharded_is_not_written_at_one(name: str) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    f = shard_map(
+        WRITES[name],
+        mesh=mesh,
+        in_specs=(P(None, None, "tp"), P(), P()),
+        out_specs=P(None, None, "tp"),
+        check="global",
+    )
+    with pytest.raises(Exception, match="not what it is on one device"):
+        f(numbers(2, 4, 6, 3), numbers(2, 4, 2, 3), AT)
+
+
+def test_a_slice_between_tensors_is_not_read() -> None:
+    def body(x: Tensor) -> Tensor:
+        start = axis_index("tp")
+        return x[start : start + 2]
+
+    text = rejection(body, X.detach(), in_specs=P(), out_specs=P("tp"))
+    assert text.splitlines() == [
+        "body: the size of a slice whose bounds are tensors depends on data.",
+        f"  at test_indexing.py:{body.__code__.co_firstlineno + 2}: return x[start : start + 2]",
+        "Fix: use torch.narrow(x, dim, start, length), whose start may be a tensor; or take all of "
+        "it, and mask.",
+    ]
+
+
+def test_a_write_between_tensors_beside_other_tensors_is_refused() -> None:
+    def body(x: Tensor) -> Tensor:
+        y, start = x.clone(), axis_index("tp")
+        y[torch.arange(2), start : start + 1] = 0.0
+        return y
+
+    text = rejection(body, X.detach(), in_specs=P(), out_specs=P("tp"))
+    assert text.splitlines() == [
+        "body: a write between bounds that are tensors is known to the checker beside integers and "
+        "slices only.",
+        f"  at test_indexing.py:{body.__code__.co_firstlineno + 2}: "
+        "y[torch.arange(2), start : start + 1] = 0.0",
+        "Fix: use index_copy, or torch.where with a mask.",
+    ]

@@ -17,7 +17,8 @@ from torch._ops import OpOverload
 
 import shardmap_torch.core.grouped_matmul
 import shardmap_torch.random.blocks  # noqa: F401 - both define operators
-from shardmap_torch.checker.rules.registry import OWN, TABLE
+from shardmap_torch.checker.rules.operators import OWN
+from shardmap_torch.checker.rules.registry import TABLE
 from shardmap_torch.checker.rules.rule import Row
 
 PATH: Final = Path(__file__).with_name("calls.json")

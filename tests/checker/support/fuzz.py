@@ -19,16 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardmap_torch.checker.rules.infer import (
-    BITS,
-    BRANCH,
     Refusal,
+    is_in_linear_backward,
     name_arguments,
     signature_of,
     tensors_of,
     type_call,
 )
-from shardmap_torch.checker.rules.lattice import INTEGER, Conflict, add
-from shardmap_torch.checker.rules.linear_nodes import is_in_linear_backward
+from shardmap_torch.checker.rules.lattice import Conflict, add
+from shardmap_torch.checker.rules.reasons import BITS, BRANCH, INTEGER
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 from shardmap_torch.validate.numbers import draw, refute, shifted, total

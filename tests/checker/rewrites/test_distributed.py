@@ -79,7 +79,7 @@ def test_a_raw_call_names_the_typed_function_where_there_is_no_process_group(nam
     call, instead = CALLS[name]
     text = rejection(call, "abstract")
     assert "of torch.distributed is called in the body" in text
-    assert "  at test_distributed_calls.py:" in text
+    assert "  at test_distributed.py:" in text
     assert f"Fix: use shardmap_torch.{instead}" in text
 
 
@@ -94,7 +94,7 @@ TYPED: Final = (
 def test_a_raw_call_names_the_typed_function_on_processes(name: str, process_group: None) -> None:
     call, instead = CALLS[name]
     text = rejection(call, "process_group")
-    assert "  at test_distributed_calls.py:" in text
+    assert "  at test_distributed.py:" in text
     assert f"Fix: use shardmap_torch.{instead}" in text
 
 
@@ -106,7 +106,7 @@ def test_a_barrier_is_to_be_left_out(kind: str, request: pytest.FixtureRequest) 
     assert rejection(lambda x: dist.barrier(), kind).splitlines() == [
         "body: barrier of torch.distributed is called in the body, and the checker cannot tell "
         "what that does to types and gradients.",
-        f"  at test_distributed_calls.py:{line}: "
+        f"  at test_distributed.py:{line}: "
         "assert rejection(lambda x: dist.barrier(), kind).splitlines() == [",
         "Fix: leave it out: typed collectives wait for one another.",
     ]
