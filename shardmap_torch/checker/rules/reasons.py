@@ -68,8 +68,8 @@ UNKNOWN: Final = Reason(
 )
 
 _SAME_SHAPE: Final = (
-    "keep the shape: of x[mask].sum() write torch.where(mask, x, 0).sum(), of x[mask].mean() that "
-    "by mask.sum(), each after its all_reduce; give a loss an ignore_index for the rest."
+    "keep the shape: of x[mask].sum() write torch.where(mask, x, 0).sum(), and of x[mask].mean() "
+    "that by mask.sum(), each after its all_reduce."
 )
 SIZED_BY_DATA: Final[Mapping[str, str]] = {
     "index": _SAME_SHAPE,
