@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.lattice import Conflict, Outcome, combine, join, multiply
+from shardmap_torch.checker.rules.lattice import Conflict, Outcome, combine, join, multiply, plain
 from shardmap_torch.checker.rules.networks import HIDDEN_WRITES
 from shardmap_torch.checker.rules.reasons import BITS, BRANCH, INTEGER, UNKNOWN, WRAPPED, Reason
 from shardmap_torch.checker.rules.registry import row_of
@@ -182,8 +182,9 @@ def is_in_linear_backward() -> bool:
 
 
 def _join_linearly(types: Sequence[AxisType]) -> Outcome:
-    # As a product with a number: a single zero is no zero after what is not linear.
-    return multiply([K, *types])
+    # Several pending sums come from the one cotangent. The K, since what is not linear makes
+    # something else of zeros.
+    return multiply([K, *set(map(plain, types))])
 
 
 def is_real(dtype: torch.dtype) -> bool:
