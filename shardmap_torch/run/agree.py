@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
-from shardmap_torch.checker.guards.replay import Difference
+from shardmap_torch.checker.guards.monitor import Difference
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.control.start import current

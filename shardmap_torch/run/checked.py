@@ -16,8 +16,8 @@ import torch
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.cache_key import Signature, around, signature, split
 from shardmap_torch.checker.guards.captured_state import Surroundings
+from shardmap_torch.checker.guards.monitor import Departure, Difference
 from shardmap_torch.checker.guards.places import looking
-from shardmap_torch.checker.guards.replay import Departure, Difference
 from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes

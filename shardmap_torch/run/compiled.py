@@ -25,11 +25,11 @@ from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import Match, dtensor_problem, reject_inputs
-from shardmap_torch.checker.guards.replay import TYPE, Step
+from shardmap_torch.checker.guards.monitor import CheckedStep, StepMonitor
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.protocol import Casts, Edge, Note, Reruns
+from shardmap_torch.collectives.protocol import Reruns
 from shardmap_torch.core.caching import Memo, Unguarded, constant
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import can_receive_gradient
@@ -38,7 +38,6 @@ from shardmap_torch.core.tree import Structure, Tree, map_leaves, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.runtimes import is_simulated
-from shardmap_torch.types import AxisType
 
 Ask: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Verdict]]
 """Matches a call with its specs, and checks it."""
@@ -168,12 +167,12 @@ class Found:
     match: Match
     exits: Mapping[int, tuple[Collective, ...]]
     sharing: Mapping[int, int]
-    start: Step
+    start: CheckedStep
     cannot: str
 
-    def follow(self) -> "Trace":
+    def follow(self) -> "TraceMonitor":
         """Makes the monitor that compares a trace with the checked program."""
-        return Trace(self.cannot, self.start)
+        return TraceMonitor(self.cannot, self.start)
 
 
 def check_traced(
@@ -278,7 +277,8 @@ def _obstacles(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
     while step.next:
         step = step.next[0]
         step.crossing.collectives  # noqa: B018 - computed here, for the same reason as below
-        if any(map(_asks, step.later.values())):
+        again = [each for start in step.later.values() for each in start.walk()]
+        if any([isinstance(each.what, tuple) for each in again]):
             yield f"code that runs again in a backward asks for types, as {step} does"
 
 
@@ -304,11 +304,6 @@ def _obstacles_to_batching(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
         )
 
 
-def _asks(start: Step) -> bool:
-    """Returns whether some code depends on what only the checker knows."""
-    return any(isinstance(step.what, tuple) or _asks(step) for step in start.next)
-
-
 def _names_dtypes(path: ProgramPath) -> bool:
     """Returns whether a collective of a path has values or cotangents travel in other dtypes."""
     moved = [equation.collective for equation in path.equations if equation.collective is not None]
@@ -323,13 +318,13 @@ def give_up(error: ShardMapError) -> NoReturn:
     dynamo.give_up(error)
 
 
-class Trace:
-    """Follows the checked program while Dynamo traces it; see `collectives.protocol.Monitor`."""
+class TraceMonitor(StepMonitor):
+    """Monitor that follows the checked program while Dynamo traces it."""
 
     depth = inf
 
-    def __init__(self, cannot: str, start: Step) -> None:
-        """`cannot` is the start of errors."""
+    def __init__(self, cannot: str, start: CheckedStep) -> None:
+        """Starts the trace; `cannot` is the start of errors."""
         self._cannot, self._at = cannot, start
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
@@ -338,36 +333,17 @@ class Trace:
         Raises:
             TransformError: the program that was checked does something else here.
         """
-        self._take(what)
-
-    def _take(self, what: object) -> None:
         if not self._at.next or not (self._at.next[0].what == what):
             _reject_different(self._cannot)
         self._at = self._at.next[0]
 
-    def types_of(self, axes: tuple[str, ...], x: Tensor) -> tuple[AxisType, ...]:
-        """Returns the types that the checker found."""
-        self._take((TYPE, axes))
-        return self._at.types
-
-    def note(self, what: object) -> Note:
-        """Returns what the checker has written there."""
-        self._take(what)
-        return self._at.note
-
-    def enter(self, what: object, edge: Edge) -> Casts:
-        """Returns the conversions of the inputs of an inner function."""
-        self._take(what)
-        return self._at.crossing.collectives
-
-    def leave(self, what: object, edge: Edge) -> Casts:
-        self._take(what)
-        return self._at.crossing.collectives
-
     def fork(self, what: object) -> Reruns:
         """Follows on; code that runs again asks for nothing that only the checker knows."""
-        self._take(what)
+        self.on_operation(what, None)
         return _traced_with_its_forward
+
+    def rerun(self, later: dict[Hashable, CheckedStep], kind: Hashable) -> None:
+        """Returns no monitor: code that runs again is traced with its forward."""
 
     def end(self, leaves: Sequence[object] = ()) -> None:
         """Requires that the program may end here."""

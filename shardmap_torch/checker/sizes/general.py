@@ -219,23 +219,13 @@ def _require_same(found: Verdict, exact: Verdict) -> None:
     ]
     if texts[0] != texts[1] or facts[0] != facts[1]:
         raise NotGeneralError("at some size it is another program")
-    if not _alike(found, exact):
+    if _monitored(found) != _monitored(exact):
         raise NotGeneralError("at some size it asks something else of its mesh")
 
 
-def _alike(found: Verdict, exact: Verdict) -> bool:
-    """Returns whether runs are compared with the same notes."""
-    pending = [(found.start, exact.start)]
-    while pending:
-        one, other = pending.pop()
-        facts = [
-            (s.what, s.shape, s.dtype, s.depth, s.types, s.note, s.last, s.crossing.casts)
-            for s in (one, other)
-        ]
-        if facts[0] != facts[1] or len(one.next) != len(other.next):
-            return False
-        if one.later.keys() != other.later.keys():
-            return False
-        pending += zip(one.next, other.next, strict=True)
-        pending += [(one.later[key], other.later[key]) for key in one.later]
-    return True
+def _monitored(verdict: Verdict) -> list[tuple[Any, ...]]:
+    """Lists all with which runs are compared."""
+    return [
+        (s.what, s.shape, s.dtype, s.note, s.last, s.crossing.casts, len(s.next), {*s.later})
+        for s in verdict.start.walk()
+    ]

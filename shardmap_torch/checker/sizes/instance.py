@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardmap_torch.boundary.call import Result
-from shardmap_torch.checker.guards.replay import Step, copied
+from shardmap_torch.checker.guards.monitor import CheckedStep, copied
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use
 from shardmap_torch.checker.ir.sizes import SYMBOLS
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -100,8 +100,8 @@ def changed(verdict: Verdict, change: Change) -> Verdict:
     def shape(old: Sequence[Any]) -> tuple[Any, ...]:
         return tuple([size if type(size) is int else change(size) for size in old])
 
-    def step(old: Step) -> Step:
-        new = object.__new__(Step)  # not dataclasses.replace, which looks up every field
+    def step(old: CheckedStep) -> CheckedStep:
+        new = object.__new__(CheckedStep)  # not dataclasses.replace, which looks up every field
         new.__dict__.update(vars(old))
         if old.shape is not None:
             new.shape = shape(old.shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call, Result, run_body
 from shardmap_torch.checker.calls.fake_results import empty
 from shardmap_torch.checker.communication.collectives import AbstractBackend
-from shardmap_torch.checker.guards.replay import Step
+from shardmap_torch.checker.guards.monitor import CheckedStep
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.interpreter.spots import Spots
@@ -34,7 +34,7 @@ from shardmap_torch.checker.verify.boundary_types import enters_as, global_shape
 from shardmap_torch.checker.verify.merge import is_raised_by_body
 from shardmap_torch.checker.verify.nested import NestedBoundaries
 from shardmap_torch.checker.verify.outputs import Exits, Uncommitted, repair_results, report_values
-from shardmap_torch.checker.verify.record import Recording
+from shardmap_torch.checker.verify.record import CheckMonitor
 from shardmap_torch.checker.verify.reference import OneDevice
 from shardmap_torch.checker.verify.shared_memory import input_sharing
 from shardmap_torch.collectives.protocol import Readings
@@ -69,7 +69,7 @@ class Request:
     repair: Repair
     strictness: Strictness
     resolved: Resolved = field(default_factory=Resolved)
-    start: Step = field(default_factory=Step)
+    start: CheckedStep = field(default_factory=CheckedStep)
     readings: Readings = field(default_factory=Readings)
     sizes: Sizes = EXACT
 
@@ -329,7 +329,7 @@ class _Verification:
         return [result.leaves[position] for position in result.match.crossing]
 
     def _run_body(self, locals_: Mapping[int, Tensor]) -> Result:
-        recording = Recording(self._interpreter, self._request.start, self._inner)
+        recording = CheckMonitor(self._interpreter, self._request.start, self._inner)
         call = replace(self._call, follow=lambda: recording)
         result = run_body(call, self._backend, list(locals_.values()))
         self._branches.require()

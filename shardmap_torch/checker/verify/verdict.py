@@ -10,8 +10,8 @@ import torch
 
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
+from shardmap_torch.checker.guards.monitor import CheckedStep, End, RunMonitor
 from shardmap_torch.checker.guards.places import Kept
-from shardmap_torch.checker.guards.replay import End, Replay, Step
 from shardmap_torch.checker.ir.outcomes import Crossing, PathOutcome, Resolved, Traits, Where
 from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
@@ -79,7 +79,7 @@ class Verdict:
     result: Result
     traits: Traits
     sharing: dict[int, int]
-    start: Step
+    start: CheckedStep
     refusal: ShardTypeError | None = None
     altered: tuple[Kept, ...] = ()
     tried: str = ""
@@ -107,7 +107,7 @@ class Verdict:
         Its runs are compared with the checked program; `late` is called if a backward differs.
         """
         leaves = call.leaves if self.refusal is None else detached(call)
-        follow = partial(Replay, self.start, late)
+        follow = partial(RunMonitor, self.start, late)
         draws, rank_only = self.traits.draws, self.traits.rank_only
         return call.checked(leaves, self.match, self.exits, follow, draws, rank_only)
 
@@ -221,7 +221,7 @@ def _casting(request: Request) -> Verdict:
                 raise first from None
         readings.cast |= more
         readings.results.clear()
-        request = replace(request, start=Step())
+        request = replace(request, start=CheckedStep())
 
 
 def _attempt_as(request: Request) -> Verdict:
@@ -235,7 +235,9 @@ def _attempt_as(request: Request) -> Verdict:
         if not any(differs(outcome, resolved) for outcome in outcomes):
             return _verdict(request, resolved, outcomes)
         match = with_replicate(request.call, resolved.replicate)
-        request = replace(request, call=replace(call, match=match), resolved=resolved, start=Step())
+        request = replace(
+            request, call=replace(call, match=match), resolved=resolved, start=CheckedStep()
+        )
     raise ShardTypeError(
         f"{call.name}: no types of the inputs and results were found that suit all paths through "
         "the body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.replay import Departure, Difference, Step, copied
+from shardmap_torch.checker.guards.monitor import CheckedStep, Departure, Difference, copied
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import flatten
@@ -157,6 +157,6 @@ def _stop(difference: Difference) -> NoReturn:
     raise Departure(difference)
 
 
-def _widened(step: Step) -> Step:
+def _widened(step: CheckedStep) -> CheckedStep:
     """Returns the same step on wide numbers."""
     return replace(step, dtype=None if step.dtype is None else widened(step.dtype))

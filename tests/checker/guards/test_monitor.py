@@ -169,7 +169,7 @@ def test_ways_that_a_run_cannot_tell_apart_must_ask_for_the_same_type(gloo: Gloo
             f(torch.tensor(1), X)
         line = body.__code__.co_firstlineno + 2
         assert str(error.value).splitlines()[0] == (
-            f'body: the value at test_replay.py:{line}: return lax.psum(value, "a") is [K] over '
+            f'body: the value at test_monitor.py:{line}: return lax.psum(value, "a") is [K] over '
             "['a'] on one path through the body and [V] on another, and a run cannot tell "
             "which path "
             "it takes. Pass the type as src=."
@@ -188,7 +188,7 @@ def unsteady(mesh: Mesh) -> None:
     f = shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P())
     with pytest.raises(ShardTypeError) as error:
         f(X)
-    line = "test_replay.py:" + str(reduced.__code__.co_firstlineno + 8)
+    line = "test_monitor.py:" + str(reduced.__code__.co_firstlineno + 8)
     assert str(error.value) == (
         "body: the body does not do what it did when it was checked just before:\n"
         "  this run: the end\n"
@@ -384,7 +384,7 @@ def test_a_flag_of_one_process_is_an_error_on_every_process(
     for told in (first[1], second[1]):
         assert "rank 1" in told
         assert "comes to " in told or "failed before" in told
-        assert "at test_replay.py:" in told
+        assert "at test_monitor.py:" in told
 
 
 @pytest.mark.slow
@@ -396,5 +396,5 @@ def test_a_process_does_not_wait_for_a_message_that_is_not_sent(gloo: Gloo) -> N
     line = sent_by_flag.__code__.co_firstlineno + 1
     assert first[0] == second[0] == "CollectiveMismatchError"
     waiting = r"  rank 0 waits in #\d+ call \d+ of sent_by_flag: ppermute\('a', V -> V\) of "
-    assert re.search(rf"{waiting}float32\[2\] at test_replay\.py:{line}, begun\n", first[1])
+    assert re.search(rf"{waiting}float32\[2\] at test_monitor\.py:{line}, begun\n", first[1])
     assert "comes to the end, where the program has ppermute('a', V -> V)" in first[1] + second[1]
