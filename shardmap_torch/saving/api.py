@@ -1,27 +1,28 @@
 """`save`, `load` and `latest`: checkpoints of trees of tensors, on any mesh."""
 
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Partial
 
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
-from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
+from shardmap_torch.errors import CheckpointError, listing, show_shape
 from shardmap_torch.saving import folders, manifest
+from shardmap_torch.saving.agreement import (
+    described,
+    is_alone,
+    naming_ranks,
+    on_first_rank,
+    require_same,
+)
 from shardmap_torch.saving.manifest import Entry, Manifest, Value
 from shardmap_torch.saving.storage import RankFiles, RankFilesReader
 
-T = TypeVar("T")
 X = TypeVar("X")
 
 
@@ -65,16 +66,36 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
         >>> load({"w": torch.zeros(3), "lr": 0.0}, folder)
         {'w': tensor([0., 1., 2.]), 'lr': 0.1}
     """
-    if not (isinstance(step, int) and step >= 0):
-        raise CheckpointError(f"step must be an integer of at least 0, not {step!r}.")
-    if keep is not None and not (isinstance(keep, int) and keep >= 1):
-        raise CheckpointError(f"keep must be None or an integer of at least 1, not {keep!r}.")
-    root = Path(folder)
-    tensors, values = _by_type(tree)
-    unfinished = _on_first_rank("save", lambda: folders.begin(root, step))
-    with _errors(f"Saving step {step} to {root} failed"):
+
+    def prepare() -> tuple[_Prepared, list[str]]:
+        if not (isinstance(step, int) and step >= 0):
+            raise CheckpointError(f"step must be an integer of at least 0, not {step!r}.")
+        if keep is not None and not (isinstance(keep, int) and keep >= 1):
+            raise CheckpointError(f"keep must be None or an integer of at least 1, not {keep!r}.")
+        root, (tensors, values) = _root(folder), _by_type(tree)
+        lines = described(f"step {step}, keep {keep}", tensors, values, by_value=True)
+        return (root, tensors, values), lines
+
+    root, tensors, values = require_same("save", prepare)
+    writer = folders.Writer(root)
+    try:
+        return _save(writer, root, tensors, values, step, keep)
+    finally:
+        writer.release()
+
+
+def _save(
+    writer: folders.Writer,
+    root: Path,
+    tensors: dict[str, Tensor],
+    values: dict[str, Value],
+    step: int,
+    keep: int | None,
+) -> Path:
+    unfinished = on_first_rank(lambda: writer.begin(step))
+    with naming_ranks(f"Saving step {step} to {root} failed"):
         state_dict_saver.save(
-            dict(tensors), storage_writer=RankFiles(unfinished, step, values), no_dist=_is_alone()
+            dict(tensors), storage_writer=RankFiles(unfinished, step, values), no_dist=is_alone()
         )
 
     def finish() -> Path:
@@ -83,7 +104,7 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
             folders.prune(root, keep)
         return final
 
-    return _on_first_rank("save", finish)
+    return on_first_rank(finish)
 
 
 def load(
@@ -109,19 +130,29 @@ def load(
 
     Source: `torch.distributed.checkpoint.load`; `orbax.checkpoint.CheckpointManager.restore`.
     """
-    root = Path(folder)
-    chosen = _on_first_rank("load", lambda: _choose(root, step))
+
+    def prepare() -> tuple[_Prepared, list[str]]:
+        root, (tensors, values) = _root(folder), _by_type(tree)
+        lines = described(f"step {step}, partial {partial}", tensors, values, by_value=False)
+        return (root, tensors, values), lines
+
+    root, tensors, values = require_same("load", prepare)
+    chosen = on_first_rank(lambda: _choose(root, step))
     where = folders.folder_of(root, chosen)
-    saved = manifest.read(where)
-    tensors, values = _by_type(tree)
-    _compare(where, saved, tensors, values, partial)
+
+    def read() -> tuple[Manifest, list[str]]:
+        saved = manifest.read(where)
+        _compare(where, saved, tensors, values, partial)
+        return saved, []
+
+    saved = require_same("load", read)  # a rank may see another file system
     new = {
         path: torch.empty_like(leaf, requires_grad=leaf.requires_grad)
         for path, leaf in tensors.items()
     }
-    with _errors(f"Loading {where} failed"), torch.no_grad():
+    with naming_ranks(f"Loading {where} failed"), torch.no_grad():
         reader = RankFilesReader(where, saved)
-        state_dict_loader.load(dict(new), storage_reader=reader, no_dist=_is_alone())
+        state_dict_loader.load(dict(new), storage_reader=reader, no_dist=is_alone())
     leaves: list[Any] = [new.get(path, saved.values.get(path)) for path in _paths(tree)]
     loaded: X = unflatten(flatten(tree)[1], leaves)
     return loaded
@@ -139,8 +170,17 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
         >>> latest(tempfile.mkdtemp()) is None
         True
     """
-    root = Path(folder)
-    return _on_first_rank("latest", lambda: max(folders.complete_steps(root), default=None))
+    root = require_same("latest", lambda: (_root(folder), []))
+    return on_first_rank(lambda: max(folders.complete_steps(root), default=None))
+
+
+_Prepared = tuple[Path, dict[str, Tensor], dict[str, Value]]
+
+
+def _root(folder: str | os.PathLike[str]) -> Path:
+    if "\0" in os.fspath(folder):
+        raise CheckpointError(f"{os.fspath(folder)!r} is no name of a folder: it has a NUL byte.")
+    return Path(folder)
 
 
 def _choose(root: Path, step: int | None) -> int:
@@ -216,54 +256,3 @@ def _show(leaf: Any) -> str:
     if isinstance(leaf, Tensor | Entry):
         return show_shape(leaf.dtype, leaf.shape)
     return type(leaf).__name__
-
-
-def _is_alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized())
-
-
-def _on_first_rank(caller: str, compute: Callable[[], T]) -> T:
-    """Computes on rank 0 and returns, or raises, the same on all ranks.
-
-    Raises:
-        CheckpointError: rank 0 has raised it, or is in another function than this rank.
-    """
-    if _is_alone():
-        return compute()
-    outcome: list[Any] = [caller, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[1] = compute()
-        except (CheckpointError, OSError) as error:
-            outcome[1] = CheckpointError(f"{error}")
-    with _errors("A checkpoint failed"):
-        dist.broadcast_object_list(outcome, src=0)
-    called, result = outcome
-    if called != caller:
-        raise CheckpointError(
-            f"{caller} was called on rank {dist.get_rank()}, and {called} on rank 0. Call save, "
-            "load and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
-        )
-    if isinstance(result, CheckpointError):
-        raise result
-    returned: T = result
-    return returned
-
-
-@contextmanager
-def _errors(head: str) -> Iterator[None]:
-    """Turns torch's errors, one of which is a BaseException, into errors that name the ranks."""
-    try:
-        with warnings.catch_warnings():
-            # A run without processes is supported.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        problems = [f"rank {rank}: {_text(why)}" for rank, (why, _) in error.failures.items()]
-        raise CheckpointError(listing(f"{head}:", problems)) from error
-    except RuntimeError as error:
-        raise CommunicationError(f"{head} on rank {dist.get_rank()}: {error}") from error
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

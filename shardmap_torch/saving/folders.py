@@ -7,10 +7,17 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from shardmap_torch.errors import CheckpointError
 from shardmap_torch.saving import manifest
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing tells of another job in the same folder
+    fcntl = None
 
 _STEP: Final = re.compile(r"step-(\d{9,})")
 _UNFINISHED: Final = re.compile(r"step-\d{9,}\.unfinished-[0-9a-f]+")
@@ -21,26 +28,57 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"step-{step:09}"
 
 
-def begin(root: Path, step: int) -> Path:
-    """Makes a new folder to write a step into, and deletes unfinished ones of killed runs.
+class Writer:
+    """The one job that writes into a folder of checkpoints; released when it ends or is killed."""
 
-    Raises:
-        CheckpointError: the step has been saved already, or an incomplete folder has its name.
-    """
-    final = folder_of(root, step)
-    if final.exists():
-        manifest.read(final)
-        raise CheckpointError(
-            f"Step {step} has been saved already, in {final}. Delete that folder to save it again."
-        )
-    root.mkdir(parents=True, exist_ok=True)
-    for path in root.iterdir():
-        if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    # A unique name, so that a process of an earlier run that still writes does not write here.
-    unfinished = _unfinished(final)
-    unfinished.mkdir()
-    return unfinished
+    def __init__(self, root: Path) -> None:
+        """Keeps the folder; see `begin`."""
+        self._root = root
+        self._descriptor: int | None = None
+
+    def _lock(self) -> None:
+        """Locks the folder itself, so that no file is left in it."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        if fcntl is None:
+            return
+        self._descriptor = os.open(self._root, os.O_RDONLY)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise CheckpointError(
+                f"Another job is writing a checkpoint into {self._root}. Give each job a folder of "
+                "its own."
+            ) from None
+
+    def begin(self, step: int) -> Path:
+        """Makes a new folder to write a step into, and deletes unfinished ones of killed runs.
+
+        Raises:
+            CheckpointError: another job is writing here, the step has been saved already, or an
+                incomplete folder has its name.
+        """
+        self._lock()
+        final = folder_of(self._root, step)
+        if final.exists():
+            manifest.read(final)
+            raise CheckpointError(
+                f"Step {step} has been saved already, in {final}. Delete that folder to save it "
+                "again."
+            )
+        for path in self._root.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        # A unique name, so that a process of an earlier run that still writes does not write here.
+        unfinished = _unfinished(final)
+        unfinished.mkdir()
+        return unfinished
+
+    def release(self) -> None:
+        """Lets other jobs write."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _unfinished(final: Path) -> Path:
@@ -68,8 +106,10 @@ def commit(unfinished: Path, root: Path, step: int) -> Path:
 
 def prune(root: Path, keep: int) -> None:
     """Deletes all complete checkpoints but the newest `keep`."""
-    for step in sorted(complete_steps(root))[:-keep]:
-        folder = folder_of(root, step)
+    folders = [folder_of(root, step) for step in sorted(complete_steps(root))[:-keep]]
+    for folder in folders:
+        if folder.is_symlink():
+            continue  # somebody keeps that checkpoint elsewhere
         # Renamed first, so that a kill while it is deleted leaves no damaged checkpoint.
         shutil.rmtree(folder.rename(_unfinished(folder)))
 

@@ -1,12 +1,15 @@
 """Manifest of a checkpoint, in JSON: the file and byte range of each chunk of each tensor.
 
 The file may come from an untrusted source. So nothing is unpickled, and no name, size or dtype is
-used before it has been validated.
+used before it has been validated. Its digest tells of bytes that have changed, but anyone can make
+one: that the chunks cover each tensor exactly once is validated all the same.
 """
 
+import hashlib
 import json
 import math
 import re
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +24,7 @@ Value: TypeAlias = bool | int | float | str
 """A leaf that is no tensor."""
 
 FILE: Final = "checkpoint.json"
-_FORMAT: Final = "shardmap_torch checkpoint 1"
+_FORMAT: Final = "shardmap_torch checkpoint 2"
 _DATA_FILE: Final = re.compile(r"rank-\d{5,}\.bin")
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype
@@ -81,7 +84,8 @@ class Manifest:
             for path, entry in self.tensors.items()
         }
         parts = {"format": _FORMAT, "byte_order": sys.byteorder, "step": self.step}
-        return json.dumps({**parts, "values": dict(self.values), "tensors": tensors})
+        fields = {**parts, "values": dict(self.values), "tensors": tensors}
+        return json.dumps({**fields, "digest": _digest(fields)})
 
     def sizes(self) -> dict[str, int]:
         """Returns the least size in bytes that each file must have."""
@@ -93,6 +97,11 @@ class Manifest:
         return ends
 
 
+def _digest(fields: Mapping[str, Any]) -> str:
+    """Returns the hash of all fields, whatever their order and the spaces between them."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
 def read(folder: Path) -> Manifest:
     """Reads and validates the manifest of a complete checkpoint.
 
@@ -100,6 +109,9 @@ def read(folder: Path) -> Manifest:
         CheckpointError: the checkpoint is incomplete or damaged; names what is missing or wrong.
     """
     try:
+        # A pipe in its place would never end.
+        if not stat.S_ISREG((folder / FILE).lstat().st_mode):
+            raise _incomplete(folder, f"{FILE} is no regular file")
         text = (folder / FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise _incomplete(folder, f"it has no {FILE}") from None
@@ -126,8 +138,10 @@ def _incomplete(folder: Path, why: str) -> CheckpointError:
 
 
 def _parse(raw: Any) -> Manifest:
-    fields = _dict(raw)
+    fields = dict(_dict(raw))
     _require(fields["format"] == _FORMAT, f"its format is {fields['format']!r}, not {_FORMAT!r}")
+    digest = fields.pop("digest")
+    _require(digest == _digest(fields), "its bytes have changed since it was written")
     order = fields["byte_order"]
     _require(order == sys.byteorder, f"its bytes are {order}-endian, this machine's are not")
     tensors = {path: _entry(path, entry) for path, entry in _dict(fields["tensors"]).items()}
@@ -143,15 +157,34 @@ def _entry(path: str, raw: Any) -> Entry:
     if dtype is None:
         raise ValueError(f"{path} has the unknown dtype {fields['dtype']!r}")
     entry = Entry(dtype, _sizes(fields["shape"]), tuple(map(_chunk, fields["chunks"])))
-    for chunk in entry.chunks:
-        inside = len(chunk.offset) == len(chunk.shape) == len(entry.shape) and all(
-            start + size <= length
-            for start, size, length in zip(chunk.offset, chunk.shape, entry.shape, strict=True)
-        )
-        _require(inside, f"{path} of shape {entry.shape} has a chunk outside of it")
-    covered = sum(math.prod(chunk.shape) for chunk in entry.chunks)
-    _require(covered == math.prod(entry.shape), f"{path} is not covered by its chunks")
+    _require(_is_grid(entry), f"{path} of shape {entry.shape} is not covered once by its chunks")
     return entry
+
+
+def _is_grid(entry: Entry) -> bool:
+    """Returns whether the chunks are the cells of a grid that divides each dim, each cell once.
+
+    So are the shards of a DTensor; it takes one look at each chunk, however many a file has.
+    """
+    if math.prod(entry.shape) == 0:
+        return not entry.chunks
+    if any(
+        len(c.offset) != len(entry.shape) or len(c.shape) != len(entry.shape) for c in entry.chunks
+    ):
+        return False
+    ends: list[dict[int, int]] = []
+    for dim, length in enumerate(entry.shape):
+        starts = sorted({chunk.offset[dim] for chunk in entry.chunks})
+        ends.append(dict(zip(starts, [*starts[1:], length], strict=True)))
+        if not starts or starts[0] != 0 or starts[-1] >= length:
+            return False
+    fits = all(
+        start + size == ends[dim][start]
+        for chunk in entry.chunks
+        for dim, (start, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True))
+    )
+    cells = {chunk.offset for chunk in entry.chunks}
+    return fits and len(cells) == len(entry.chunks) == math.prod(map(len, ends))
 
 
 def _chunk(raw: Any) -> Chunk:

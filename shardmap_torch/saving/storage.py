@@ -5,6 +5,7 @@ plan in a pickle, `.metadata`, which runs code when it is loaded.
 """
 
 import ctypes
+import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -96,7 +97,8 @@ class RankFiles(_Fixed, StorageWriter):
         """Writes the manifest, after all ranks have written their files."""
         chunks: dict[str, list[Chunk]] = {}
         for result in (result for of_rank in results for result in of_rank):
-            chunks.setdefault(result.index.fqn, []).append(result.storage_data)
+            if math.prod(result.storage_data.shape):  # of uneven shards some are empty
+                chunks.setdefault(result.index.fqn, []).append(result.storage_data)
         tensors = {}
         for path, known in metadata.state_dict_metadata.items():
             assert isinstance(known, TensorStorageMetadata)  # only tensors are saved

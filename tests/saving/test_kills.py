@@ -41,7 +41,7 @@ def dying(at: str) -> Any:
 
     places: dict[str, Any] = {
         "": mock.patch.object(api, "_unused", None, create=True),
-        "before it begins": mock.patch.object(folders, "begin", die),
+        "before it begins": mock.patch.object(folders.Writer, "begin", die),
         "with its file half written": mock.patch("os.fsync", die),
         "before the manifest": mock.patch.object(storage.RankFiles, "finish", die),
         "before the rename": mock.patch.object(Path, "rename", die),

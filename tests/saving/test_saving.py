@@ -1,6 +1,7 @@
 """Checkpoints: bit-equal on every mesh, there at once or not at all, and never unpickled."""
 
 import json
+import math
 import os
 import pickle
 import re
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmap_torch import CheckpointError, P, device_put, from_local, full, make_mesh
-from shardmap_torch.saving import latest, load, manifest, save
+from shardmap_torch.saving import folders, latest, load, manifest, save
 from shardmap_torch.saving.manifest import Manifest
 from tests.support.pool import Gloo
 
@@ -121,24 +122,18 @@ def test_each_shard_is_written_once(gloo: Gloo, tmp_path: Path) -> None:
 
 
 def ask_for_the_latest_on_rank_0_alone(folder: Path) -> str:
-    if dist.get_rank() == 0:
-        return str(latest(folder))
-    try:
-        load(tree(), folder)
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    with pytest.raises(CheckpointError) as caught:
+        latest(folder) if dist.get_rank() == 0 else load(tree(), folder)
+    return str(caught.value)
 
 
-def test_a_function_that_rank_0_alone_calls_is_an_error_on_others(
-    gloo: Gloo, tmp_path: Path
-) -> None:
+def test_a_function_that_rank_0_alone_calls_is_an_error_on_all(gloo: Gloo, tmp_path: Path) -> None:
     save(tree(), tmp_path, 3)
-    assert gloo(2).run(ask_for_the_latest_on_rank_0_alone, tmp_path) == [
-        "3",
+    text = (
         "load was called on rank 1, and latest on rank 0. Call save, load and latest on all ranks, "
-        "in one order, and not under `if mesh.rank == 0`.",
-    ]
+        "in one order, and not under `if mesh.rank == 0`."
+    )
+    assert gloo(2).run(ask_for_the_latest_on_rank_0_alone, tmp_path) == [text, text]
 
 
 def test_leaves_keep_requiring_gradients(tmp_path: Path) -> None:
@@ -165,7 +160,13 @@ def truncate(folder: Path) -> None:
 def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     found = json.loads((folder / manifest.FILE).read_text())
     change(found)
-    (folder / manifest.FILE).write_text(json.dumps(found))
+    (folder / manifest.FILE).write_text(json.dumps(signed(found)))
+
+
+def signed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Gives a manifest the digest of what it says now, as somebody who forges one would."""
+    rest = {name: value for name, value in fields.items() if name != "digest"}
+    return {**rest, "digest": manifest._digest(rest)}
 
 
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
@@ -177,7 +178,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (truncate, "rank-00000.bin has 3 bytes of 16"),
     (
         lambda f: edit(f, lambda m: m.update(format="other")),
-        "checkpoint.json is damaged: its format is 'other', not 'shardmap_torch checkpoint 1'",
+        "checkpoint.json is damaged: its format is 'other', not 'shardmap_torch checkpoint 2'",
     ),
     (
         lambda f: edit(f, lambda m: m["tensors"]["tree[0]"].update(dtype="save")),
@@ -185,11 +186,11 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     ),
     (
         lambda f: edit(f, lambda m: m["tensors"]["tree[0]"].update(shape=[5])),
-        "checkpoint.json is damaged: tree[0] is not covered by its chunks",
+        "checkpoint.json is damaged: tree[0] of shape (5,) is not covered once by its chunks",
     ),
     (
         lambda f: edit(f, lambda m: m["tensors"]["tree[0]"].update(shape=[2])),
-        "checkpoint.json is damaged: tree[0] of shape (2,) has a chunk outside of it",
+        "checkpoint.json is damaged: tree[0] of shape (2,) is not covered once by its chunks",
     ),
     (
         lambda f: edit(f, lambda m: m["tensors"]["tree[0]"]["chunks"][0].update(file="../secret")),
@@ -232,6 +233,116 @@ def test_bytes_that_have_changed_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_each_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    saved = {"w": torch.arange(4.0), "step": 100, "lr": 0.1, "name": "adam"}
+    path = save(saved, tmp_path, 1) / manifest.FILE
+    before, expected = path.read_bytes(), manifest.read(path.parent)
+    for at in range(8 * len(before)):
+        damaged = bytearray(before)
+        damaged[at // 8] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        try:
+            assert manifest.read(path.parent) == expected
+        except CheckpointError:
+            continue
+
+
+@given(st.data())
+def test_chunks_cover_a_tensor_once(data: st.DataObject) -> None:
+    """Against a count of how often each entry is covered."""
+    shape = data.draw(st.tuples(st.integers(0, 4), st.integers(1, 4)))
+    cuts = [sorted(data.draw(st.sets(st.integers(1, max(1, n - 1))))) for n in shape]
+    starts = [[0, *(c for c in cut if c < n)] for cut, n in zip(cuts, shape, strict=True)]
+    ends = [[*each[1:], n] for each, n in zip(starts, shape, strict=True)]
+    cells = [
+        ((r, c), (R - r, C - c))
+        for r, R in zip(starts[0], ends[0], strict=True)
+        for c, C in zip(starts[1], ends[1], strict=True)
+        if R > r
+    ]
+    chunks = [manifest.Chunk(at, size, "rank-00000.bin", 0, 0) for at, size in cells]
+    assert manifest._is_grid(manifest.Entry(torch.float32, shape, tuple(chunks)))
+    if not chunks:
+        return
+    places = st.tuples(st.integers(0, 4), st.integers(0, 4))
+    wrong = data.draw(st.sampled_from(range(len(chunks))))
+    new = manifest.Chunk(data.draw(places), data.draw(places), "rank-00000.bin", 0, 0)
+    chunks[wrong] = new
+    covered = torch.zeros(10, 10)
+    for chunk in chunks:
+        (r, c), (h, w) = chunk.offset, chunk.shape
+        covered[r : r + h, c : c + w] += 1
+    is_once = covered.sum() == math.prod(shape) and bool(
+        (covered[: shape[0], : shape[1]] == 1).all()
+    )
+    if manifest._is_grid(manifest.Entry(torch.float32, shape, tuple(chunks))):
+        assert is_once
+
+
+def test_two_jobs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    other = folders.Writer(tmp_path)
+    living = other.begin(1)
+    with pytest.raises(CheckpointError) as caught:
+        save([1], tmp_path, 2)
+    assert str(caught.value) == (
+        f"Another job is writing a checkpoint into {tmp_path}. Give each job a folder of its own."
+    )
+    assert living.is_dir()  # what the other job writes is not taken for what a kill has left
+    other.release()
+    save([1], tmp_path, 2)
+
+
+def test_a_pipe_in_place_of_a_manifest_is_refused(tmp_path: Path) -> None:
+    path = save([1], tmp_path, 1) / manifest.FILE
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is no regular file"):
+        load([0], tmp_path, 1)
+
+
+def test_a_step_that_is_a_link_is_loaded_and_not_deleted(tmp_path: Path) -> None:
+    folder = save([1], tmp_path, 1)
+    folder.rename(tmp_path / "elsewhere").resolve()
+    folder.symlink_to(tmp_path / "elsewhere")
+    save([2], tmp_path, 2, keep=1)
+    assert load([0], tmp_path, 1) == [1]
+
+
+def calls_differ(folder: Path) -> list[str]:
+    """Calls with something else on rank 1, and returns the errors on this rank."""
+    rank = dist.get_rank()
+    x = torch.arange(4.0)
+    calls: list[Callable[[], object]] = [
+        lambda: save({"x": x}, folder, 1 + rank),
+        lambda: save({"x": x + rank}, folder, 1),
+        lambda: save({"x": x, "lr": 0.1 * (1 + rank)}, folder, 1),
+        lambda: save({"x": x if rank == 0 else object()}, folder, 1),
+        lambda: save({"x": x}, str(folder) + "\0" * rank, 1),
+        lambda: save({"x": x}, folder, 1) if rank == 0 else load({"x": x}, folder),
+    ]
+    errors = []
+    for call in calls:
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        errors.append(str(caught.value).replace(str(folder), "FOLDER"))
+    return errors
+
+
+def test_calls_that_differ_between_ranks_are_named_on_all(gloo: Gloo, tmp_path: Path) -> None:
+    first, second = gloo(2).run(calls_differ, tmp_path)
+    differs = "save was called with other arguments on rank 1: "
+    assert first[:3] == second[:3]
+    assert first[0] == f"{differs}step 2, keep None, and on rank 0: step 1, keep None."
+    assert first[1].startswith(f"{differs}tree['x']: float32[4], hash ")
+    assert first[2] == f"{differs}tree['lr']: 0.2, and on rank 0: tree['lr']: 0.1."
+    for errors in (first, second):
+        assert "a object; a checkpoint takes tensors, numbers and strings" in errors[3]
+        assert "has a NUL byte" in errors[4]
+        assert errors[5].startswith("load was called on rank 1, and save on rank 0.")
+    assert first[3].startswith("save was refused on other ranks:\n  rank 1: ")
+    assert latest(tmp_path) is None
+
+
 def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -260,14 +371,14 @@ def test_any_json_in_place_of_a_part_of_the_manifest_is_refused_or_has_its_type(
 ) -> None:
     chunk = {"offset": [0], "shape": [4], "file": "rank-00000.bin", "start": 0, "crc": 0}
     entry: dict[str, Any] = {"dtype": "float32", "shape": [4], "chunks": [chunk]}
-    whole: dict[str, Any] = {"format": "shardmap_torch checkpoint 1", "byte_order": sys.byteorder}
+    whole: dict[str, Any] = {"format": "shardmap_torch checkpoint 2", "byte_order": sys.byteorder}
     whole.update(step=1, tensors={"x": entry}, values={})
-    assert manifest._parse(whole).sizes() == {"rank-00000.bin": 16}
+    assert manifest._parse(signed(whole)).sizes() == {"rank-00000.bin": 16}
     for level in (whole, entry, chunk):
         if part in level:
             level[part] = junk
     try:
-        found = manifest._parse(whole)
+        found = manifest._parse(signed(whole))
     except (KeyError, TypeError, ValueError):
         return
     assert part in ("step", "values", "tensors", "offset", "file", "start", "crc", "shape")

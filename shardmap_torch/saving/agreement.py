@@ -1,0 +1,138 @@
+"""Ranks that save or load a checkpoint compare what they were called with, before they begin."""
+
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
+
+T = TypeVar("T")
+
+_SAMPLED: Final = 4096
+"""Numbers of a tensor that are compared, evenly spaced: all of them would take seconds a GiB."""
+
+
+def is_alone() -> bool:
+    """Returns whether there are no other processes."""
+    return not (dist.is_available() and dist.is_initialized())
+
+
+def require_same(caller: str, prepare: Callable[[], tuple[T, list[str]]]) -> T:
+    """Prepares a call on each rank, and requires that all ranks make the same one.
+
+    Args:
+        caller: the name of the public function.
+        prepare: reads the arguments; returns what it makes of them, and lines that describe them.
+
+    Raises:
+        CheckpointError: the arguments of a rank are refused, or differ from those of rank 0; on all
+            ranks, with the ranks.
+    """
+    refusal: Exception | None = None
+    prepared: T | None = None
+    lines: list[str] = []
+    try:
+        prepared, lines = prepare()
+    except CheckpointError as error:
+        refusal = error
+    if not is_alone():
+        calls: list[Any] = [None] * dist.get_world_size()
+        with naming_ranks("A checkpoint failed"):
+            dist.all_gather_object(calls, (caller, refusal and str(refusal), lines))
+        refusal = refusal or _difference(caller, calls)
+    if refusal is not None:
+        raise refusal
+    result: Any = prepared
+    return result  # type: ignore[no-any-return]  # what `prepare` made
+
+
+def _difference(caller: str, calls: list[tuple[str, str | None, list[str]]]) -> Exception | None:
+    for rank, (called, _, _) in enumerate(calls):
+        if called != calls[0][0]:
+            return CheckpointError(
+                f"{called} was called on rank {rank}, and {calls[0][0]} on rank 0. Call save, load "
+                "and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
+            )
+    refused = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(calls) if why]
+    if refused:
+        return CheckpointError(listing(f"{caller} was refused on other ranks:", refused))
+    for rank, (_, _, lines) in enumerate(calls):
+        for one, other in zip_longest(calls[0][2], lines, fillvalue="nothing more"):
+            if one != other:
+                return CheckpointError(
+                    f"{caller} was called with other arguments on rank {rank}: {other}, and on "
+                    f"rank 0: {one}."
+                )
+    return None
+
+
+def described(
+    what: str, tensors: Mapping[str, Tensor], values: Mapping[str, Any], *, by_value: bool
+) -> list[str]:
+    """Describes a tree and other arguments by lines, equal on ranks where these are equal."""
+    known = {path: repr(x) if by_value else type(x).__name__ for path, x in values.items()}
+    known |= {path: _shown(x, by_value) for path, x in tensors.items()}
+    return [what, *(f"{path}: {text}" for path, text in known.items())]
+
+
+def _shown(x: Tensor, by_value: bool) -> str:
+    kind = show_shape(x.dtype, x.shape)
+    if isinstance(x, DTensor):
+        return f"{kind}, placed {x.placements}"
+    return f"{kind}, hash {_sampled_hash(x)}" if by_value else kind
+
+
+@torch.no_grad()
+def _sampled_hash(x: Tensor) -> str:
+    flat = x.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8)
+    return f"{zlib.crc32(sample.numpy().tobytes()):08x}"
+
+
+def on_first_rank(compute: Callable[[], T]) -> T:
+    """Computes on rank 0 and returns, or raises, the same on all ranks.
+
+    Raises:
+        CheckpointError: rank 0 has raised it, or an OSError.
+    """
+    outcome: list[Any] = [None]
+    if is_alone() or dist.get_rank() == 0:
+        try:
+            outcome[0] = compute()
+        except (CheckpointError, OSError) as error:
+            outcome[0] = CheckpointError(f"{error}")
+    if not is_alone():
+        with naming_ranks("A checkpoint failed"):
+            dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], CheckpointError):
+        raise outcome[0]
+    result: T = outcome[0]
+    return result
+
+
+@contextmanager
+def naming_ranks(head: str) -> Iterator[None]:
+    """Turns torch's errors, one of which is a BaseException, into errors that name the ranks."""
+    try:
+        with warnings.catch_warnings():
+            # A run without processes is supported.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        problems = [f"rank {rank}: {_text(why)}" for rank, (why, _) in error.failures.items()]
+        raise CheckpointError(listing(f"{head}:", problems)) from error
+    except RuntimeError as error:
+        raise CommunicationError(f"{head} on rank {dist.get_rank()}: {error}") from error
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
