@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.products import multiply, multiply_and_sum
-from shardmap_torch.collectives import plan
 from shardmap_torch.collectives.autograd import TypedFunction, bind
-from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.operations import Collective, Planned
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.functorch import is_transformed_otherwise, reject_batched_gradients
 from shardmap_torch.kernels.algorithms import ChunkedDim, as_matrix
@@ -165,7 +164,7 @@ class Unfused:
     """Runs the unfused compositions."""
 
     backend: Backend
-    collective: Collective | plan.Plan
+    collective: Collective | Planned
 
     def gather(self, x: Tensor, ws: Sequence[Tensor], biases: Operands) -> tuple[Tensor, ...]:
         """Runs one all-gather, then the matmuls."""

@@ -7,7 +7,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.moves import MOVES
 from shardmap_torch.collectives.operations import Collective, collective_of
 from shardmap_torch.collectives.scope import Scope, current_scope, scope_of
 from shardmap_torch.core.functorch import can_receive_gradient
@@ -202,7 +201,7 @@ def for_operand(collective: Collective, x: Tensor) -> Collective:
     if collective.comm_dtype is None and collective.out_dtype is None:
         return collective
     reduced = collective.comm_dtype not in (None, x.dtype) and collective.grad_comm_dtype is None
-    if reduced and can_receive_gradient(x) and MOVES[collective.transpose.move].adds:
+    if reduced and can_receive_gradient(x) and collective.transpose.movement.adds:
         raise CollectiveError(
             f"{collective.name}: with comm_dtype={collective.comm_dtype} its backward, "
             f"{collective.transpose.name}, adds over ranks as well; name its precision with "

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.bundle import issue_all
+from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.operations import Collective, collective_of
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope
-from shardmap_torch.collectives.table import TABLE, Row, lookup
+from shardmap_torch.collectives.table import TABLE, CollectiveRow, lookup
 from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.ops.arguments import (
@@ -108,16 +109,13 @@ def _read_conversion(
     num_ranks = scope.backend.mesh.num_ranks(axes)
 
     def one(leaf: Tensor) -> Reading:
-        at = read_dim("convert", "dim", dim, leaf.ndim) if row.move in _ALONG_A_DIM else 0
-        if row.move == "slice":
+        at = read_dim("convert", "dim", dim, leaf.ndim) if MOVEMENTS[row.move].dims else 0
+        if target == V:  # it is sliced
             check_divides("convert", "dim", leaf.shape[at], axes, num_ranks)
         collective = collective_of(row.name, row.src, row.dst, axes, dim=at, **arguments)
         return Reading(check_dtypes(collective))
 
     return one
-
-
-_ALONG_A_DIM: Final = ("slice", "pad")
 
 
 def _unchanged(
@@ -129,7 +127,7 @@ def _unchanged(
     return Reading(None)
 
 
-def _back_in(row: Row, grad_comm_dtype: torch.dtype | None) -> dict[str, Any]:
+def _back_in(row: CollectiveRow, grad_comm_dtype: torch.dtype | None) -> dict[str, Any]:
     """Rounds what travels in the backward, and nothing where nothing does."""
     if grad_comm_dtype is None or TABLE[row.transpose].sent == "0":
         return {}
@@ -146,7 +144,7 @@ def _conversion(
 ) -> Collective:
     """Returns a conversion that needs no dim; the same object for the same arguments."""
     row = lookup(name, src, dst)
-    if row.move in _ALONG_A_DIM:
+    if MOVEMENTS[row.move].dims:
         raise CollectiveError(f"convert from {row.src} to {row.dst} needs dim=.")
     arguments = _back_in(row, grad_comm_dtype)
     return check_dtypes(collective_of(row.name, row.src, row.dst, axes, **arguments))

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.autograd import issue, run_plan
-from shardmap_torch.collectives.operations import Collective, Operation
-from shardmap_torch.collectives.plan import Plan
+from shardmap_torch.collectives.operations import Collective, Operation, Planned
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.ops.arguments import each_leaf
@@ -49,7 +48,7 @@ class Reading:
             return x
         if self.cast is not None:
             x = x.to(self.cast)
-        if type(operation) is Plan:  # as `issue`, which knows none
+        if type(operation) is Planned:  # as `issue`, which knows none
             if scope.monitor is not None:
                 scope.monitor.on_operation(operation.collective, x)
             y = run_plan(operation, x)

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardmap_torch.collectives.autograd import issue
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import scope_of
-from shardmap_torch.collectives.table import TABLE, Row
+from shardmap_torch.collectives.table import TABLE, CollectiveRow
 from shardmap_torch.errors import CollectiveError, SpecError, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.arguments import check_dtypes, each_leaf, finest_spec, for_operand
@@ -271,7 +271,7 @@ def _bytes(
 
 
 @lru_cache(maxsize=4096)
-def _rates(row: Row, num_ranks: int) -> tuple[Fraction, Fraction]:
+def _rates(row: CollectiveRow, num_ranks: int) -> tuple[Fraction, Fraction]:
     return row.sent_by(num_ranks), TABLE[row.transpose].sent_by(num_ranks)
 
 

@@ -271,7 +271,7 @@ class _AfterBody(BatchedBackend):
         self, operation: Any, x: Tensor, x_dim: int | None, markers: Sequence[Tensor], level: int
     ) -> tuple[Tensor, int | None]:
         collective = getattr(operation, "operation", operation)
-        if x_dim is None and collective.move not in _KNOWN:
+        if x_dim is None and not (collective.movement.shares or collective.movement.extremum):
             axis = operation.axes[level]
             raise TransformError(
                 f"{collective} in the backward of {self.function} meets a value that is equal on "
@@ -280,10 +280,6 @@ class _AfterBody(BatchedBackend):
                 'simulate="ranks"), which "auto" chooses here.'
             )
         return super().resolve(operation, x, x_dim, markers, level)
-
-
-_KNOWN: Final = frozenset({"same", "slice", "mask", "max", "min"})
-"""Moves whose result does not depend on that."""
 
 
 class _Context:

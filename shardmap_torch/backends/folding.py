@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardmap_torch.backends.reference import MOVES, Stack
+from shardmap_torch.backends.reference import REFERENCE, Stack
+from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.torch_private.engine import (
@@ -52,8 +53,6 @@ _METADATA: Final = frozenset(
 
 _DTYPES: Final = (torch.float32, torch.float64)
 """Sums in other dtypes round after each rank's addend."""
-
-_SUMS: Final = ("sum", "sum_scatter")
 
 
 @dataclass(eq=False)
@@ -124,10 +123,11 @@ class Folding(TorchFunctionMode):
             self.finish()
             return None
         self._waiting = None
+        pass_door(operation, x.nbytes / self._num_ranks, self._num_ranks)
         with torch.set_grad_enabled(product.has_grad):
             y: Tensor = product.a.movedim(0, 1).flatten(1) @ product.b.flatten(0, 1)
-        if operation.move == "sum_scatter":
-            y = MOVES["slice"](operation, Stack(y, False, self._num_ranks)).value
+        if not operation.movement.equal:
+            y = REFERENCE["slice"](operation, Stack(y, False, self._num_ranks)).value
         product.is_summed, self._waiting = True, product
         return y
 
@@ -203,7 +203,7 @@ def is_sum(operation: Any) -> bool:
     """Returns whether an operation sums over ranks, in the dtype of its operand."""
     return (
         type(operation) is Collective
-        and operation.move in _SUMS
+        and operation.name in ("all_reduce", "reduce_scatter")
         and operation.keeps_dtype
         and len(operation.axes) > 0
     )

@@ -6,7 +6,8 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.reference import MOVES, Stack, fill, place
+from shardmap_torch.backends.reference import REFERENCE, Stack, fill, place
+from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.storage import is_spare
 
@@ -53,7 +54,7 @@ def on_one_rank(move: str, c: Collective, x: Tensor) -> Tensor:
     """
     if _is_copy(move, c):
         return copied(x.detach())
-    y = MOVES[move](c, Stack(x.detach().unsqueeze(0), True, 1))
+    y = REFERENCE[move](c, Stack(x.detach().unsqueeze(0), True, 1))
     return y.every()[0].clone(memory_format=torch.contiguous_format)
 
 
@@ -64,7 +65,7 @@ def native_on_one_rank(c: Collective) -> Callable[[Tensor], Tensor] | None:
     """
     if not (c.keeps_dtype and c.transpose.keeps_dtype):
         return None
-    if c.move == "same":
+    if c.movement.still:
         return _unmoved
     return copied if _is_copy(c.move, c) else None
 
@@ -79,9 +80,4 @@ def copied(x: Tensor) -> Tensor:
 
 
 def _is_copy(move: str, c: Collective) -> bool:
-    return move in _COPIES and c.tiled and c.sizes is None and c.concat_sizes is None
-
-
-_COPIES: Final = frozenset(
-    {"sum", "max", "min", "gather", "sum_scatter", "exchange", "broadcast", "sum_mask"}
-)
+    return MOVEMENTS[move].copies and c.tiled and c.sizes is None and c.concat_sizes is None

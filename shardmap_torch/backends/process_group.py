@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,9 @@ from shardmap_torch.backends.gloo import GlooWire, TracedGlooWire
 from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, LocalMovement, on_one_rank
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
-from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.plan import Plan
+from shardmap_torch.backends.traffic import TALLIES, pass_door
+from shardmap_torch.collectives.operations import Collective, Planned
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.control.control import Control
 from shardmap_torch.control.deadlock import RankGroup
 from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
@@ -27,7 +26,9 @@ from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import current_graph_task_id
 from shardmap_torch.mesh import Mesh
 
-_WIRE: Final = {
+T = TypeVar("T")
+
+_SENT_AS: Final = {
     torch.bool: torch.uint8,
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -35,7 +36,7 @@ _WIRE: Final = {
 }
 """Dtypes that are sent as another one: gloo and NCCL lack some."""
 
-_CONVERTED: Final = frozenset({*_WIRE, torch.complex32, torch.complex64, torch.complex128})
+_CONVERTED: Final = frozenset({*_SENT_AS, torch.complex32, torch.complex64, torch.complex128})
 """Dtypes that are not sent as they are; complex ones go as pairs of numbers."""
 
 _PLANS: Final = 1024
@@ -86,33 +87,35 @@ class ProcessGroupBackend(RankBackend):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__(mesh, dist.get_rank())
         self.readings = Memo[Any]()
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, Planned] = {}
         self._lines: dict[tuple[str, ...], Line] = {}
         self._backward: tuple[int, Site | None] = -1, None
         self._compares_all = mesh.debug == "collectives"
 
-    def plan(self, collective: Collective) -> Plan | None:
+    def plan(self, collective: Collective) -> Planned | None:
         """Returns the plan of a collective; None where code is compiled, or dtypes are cast."""
         if torch.compiler.is_compiling():
             return None
         known = self._plans.get(id(collective))  # which a plan keeps, or its id would be another's
-        if known is None and collective.keeps_dtype and collective.move != "ragged":
+        if known is None and collective.keeps_dtype and not collective.movement.ragged:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             known = self._plans[id(collective)] = self._make_plan(collective)
         return known
 
-    def _make_plan(self, c: Collective) -> Plan:
+    def _make_plan(self, c: Collective) -> Planned:
         alone = super().plan(c)
         if alone is not None:
             return alone
         index, num_ranks = self.position(c.axes)
         local = LOCAL_MOVEMENTS.get(c.move)
         if local is not None:
-            return Plan(self, c, partial(_move_here, local, index, num_ranks, c))
+            return Planned(self, c, partial(_move_here, local, index, num_ranks, c))
         if num_ranks == 1:
-            return Plan(self, c, partial(_copy, c))
-        return Plan(self, c, partial(_send, self.line(c.axes), _movement(c.move), c))
+            return Planned(self, c, partial(_copy, c))
+        return Planned(
+            self, c, partial(_send, self.line(c.axes), partial(_eager, _on_wire(c.move)), c)
+        )
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs the move on the group of the collective's axes.
@@ -126,10 +129,12 @@ class ProcessGroupBackend(RankBackend):
         line = self.line(collective.axes)
         if len(line.order) == 1:
             return on_one_rank(move, collective, x)
-        movement = _movement(move)
-        if isinstance(line.wire, TracedWire):
-            return _on_wire(line, movement, collective, x)
-        return _send(line, movement, collective, self, x)
+        on_wire = _on_wire(move)
+        if not isinstance(line.wire, TracedWire):
+            return _send(line, partial(_eager, on_wire), collective, self, x)
+        if x.dtype in _CONVERTED:
+            return _converted(on_wire, line, collective, x)
+        return on_wire(line, collective, x)
 
     def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
         """Starts an untiled gather along dim 0; returns what waits for it, None where it must not.
@@ -141,24 +146,18 @@ class ProcessGroupBackend(RankBackend):
             CollectiveMismatchError: the ranks run different collectives.
         """
         line = self.line(collective.axes)
-        is_raw = not x.is_complex() and x.dtype not in _WIRE and x.numel() > 0
+        is_raw = not x.is_complex() and x.dtype not in _SENT_AS and x.numel() > 0
         if len(line.order) == 1 or isinstance(line.wire, TracedWire) or not line.in_order:
             return None
         if not is_raw:
             return None
+        finish = _send(line, lambda line, c, x: line.wire.start_gather(x), collective, self, x)
+        return partial(self._finish, line, collective, finish)
+
+    def _finish(self, line: Line, collective: Collective, finish: Callable[[], Tensor]) -> Tensor:
         control = current()
         if control is None:
-            return line.wire.start_gather(x)
-        control.begin(collective, x, self.site(), line.rank_group, self._compares_all)
-        try:
-            finish = line.wire.start_gather(x)
-        except (RuntimeError, StuckError) as error:
-            control.fail(f"{collective} on the {self.mesh}", error)
-        return partial(self._finish, control, line, collective, finish)
-
-    def _finish(
-        self, control: Control, line: Line, collective: Collective, finish: Callable[[], Tensor]
-    ) -> Tensor:
+            return finish()
         control.resume(line.rank_group)
         try:
             return finish()
@@ -223,45 +222,50 @@ def _copy(c: Collective, _: object, x: Tensor) -> Tensor:
     return on_one_rank(c.move, c, x)
 
 
-Movement: TypeAlias = Callable[[Line, Collective, Tensor], Tensor]
+OnWire: TypeAlias = Callable[[Line, Collective, Tensor], Tensor]
 """Does one movement with the other ranks of a line."""
 
 
 def _send(
-    line: Line, move: Movement, c: Collective, backend: ProcessGroupBackend, x: Tensor
-) -> Tensor:
-    """Does a movement in eager code, after the checks that precede it."""
+    line: Line, act: Callable[..., T], c: Collective, backend: ProcessGroupBackend, x: Tensor
+) -> T:
+    """Begins a collective in eager code: counts its bytes, and compares what the ranks are at."""
+    if TALLIES:  # as `pass_door`, whose call each collective would pay
+        pass_door(c, x.nbytes, len(line.order))
     control = current()
     if control is None:
-        y = _on_wire(line, move, c, x)
-    else:
-        control.begin(c, x, backend.site(), line.rank_group, backend._compares_all)
-        try:
-            y = _on_wire(line, move, c, x)
-        except (RuntimeError, StuckError) as error:
-            control.fail(f"{c} on the {backend.mesh}", error)
-    return y.data if y._is_view() else y  # as `unviewed`
+        return act(line, c, x)
+    control.begin(c, x, backend.site(), line.rank_group, backend._compares_all)
+    try:
+        return act(line, c, x)
+    except (RuntimeError, StuckError) as error:
+        control.fail(f"{c} on the {backend.mesh}", error)
 
 
-def _on_wire(line: Line, move: Movement, c: Collective, x: Tensor) -> Tensor:
-    if x.dtype not in _CONVERTED:
-        return move(line, c, x)
+def _eager(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:
+    """Does a movement, whose result is no view, as by `unviewed`."""
+    y = _converted(move, line, c, x) if x.dtype in _CONVERTED else move(line, c, x)
+    return y.data if y._is_view() else y
+
+
+def _converted(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:
+    """Does a movement in a dtype that can be sent."""
     if x.is_complex():
         # The parts are a trailing dim, which no movement touches: dims count from the front.
-        parts = _on_wire(line, move, c, torch.view_as_real(x.resolve_conj()))
+        parts = move(line, c, torch.view_as_real(x.resolve_conj()))
         return torch.view_as_complex(parts.contiguous())
-    return move(line, c, x.to(_WIRE[x.dtype])).to(x.dtype)
+    return move(line, c, x.to(_SENT_AS[x.dtype])).to(x.dtype)
 
 
-def _movement(move: str) -> Movement:
+def _on_wire(move: str) -> OnWire:
     """Returns what does a movement; one without a function here is done to all ranks' operands."""
-    known = MOVES.get(move)
+    known = WIRE.get(move)
     return partial(_gathered, move) if known is None else known
 
 
 def _gathered(move: str, line: Line, c: Collective, x: Tensor) -> Tensor:
     every = line.from_group(line.wire.gather(x))
-    result = reference.MOVES[move](c, reference.Stack(every, True, len(line.order)))
+    result = reference.REFERENCE[move](c, reference.Stack(every, True, len(line.order)))
     return result.every()[line.own].clone()
 
 
@@ -322,7 +326,7 @@ def _sum_mask(line: Line, c: Collective, x: Tensor) -> Tensor:
     return LOCAL_MOVEMENTS["mask"](c, line.wire.reduce(x, "sum"), line.own, len(line.order))
 
 
-MOVES: Final[Mapping[str, Movement]] = {
+WIRE: Final[Mapping[str, OnWire]] = {
     **{op: partial(_reduce, op) for op in ("sum", "max", "min")},
     "gather": _gather,
     "sum_scatter": _sum_scatter,
@@ -332,3 +336,4 @@ MOVES: Final[Mapping[str, Movement]] = {
     "broadcast": _broadcast,
     "sum_mask": _sum_mask,
 }
+"""What movements do on the communicator of a line."""

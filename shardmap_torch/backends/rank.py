@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, native_on_one_rank
-from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.plan import Plan
+from shardmap_torch.collectives.operations import Collective, Planned
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.mesh import Mesh
@@ -23,12 +22,12 @@ class RankBackend(WithoutAutomaticAxes):
         self.place = mesh.coordinates(rank)
         self._positions: dict[tuple[str, ...], tuple[int, int]] = {}
 
-    def plan(self, collective: Collective) -> Plan | None:
+    def plan(self, collective: Collective) -> Planned | None:
         """Returns the plan of a collective over axes of one rank."""
         if torch.compiler.is_compiling() or self.position(collective.axes)[1] > 1:
             return None
         native = native_on_one_rank(collective)
-        return None if native is None else Plan(self, collective, lambda _, x: native(x), native)
+        return None if native is None else Planned(self, collective, lambda _, x: native(x), native)
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         """Returns none: each rank runs the body by itself."""
@@ -44,7 +43,7 @@ class RankBackend(WithoutAutomaticAxes):
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs a movement here if it is local, else with the other ranks of the axes."""
-        if move == "same":
+        if collective.movement.still:
             return x
         local = LOCAL_MOVEMENTS.get(move)
         if local is not None:

@@ -209,7 +209,7 @@ def _same(c: Collective, x: Stack) -> Stack:
     return x
 
 
-MOVES: Final[Mapping[str, Callable[[Collective, Stack], Stack]]] = MappingProxyType(
+REFERENCE: Final[Mapping[str, Callable[[Collective, Stack], Stack]]] = MappingProxyType(
     {
         "sum": _sum,
         "max": partial(_extremum, torch.amax),
@@ -227,3 +227,4 @@ MOVES: Final[Mapping[str, Callable[[Collective, Stack], Stack]]] = MappingProxyT
         "same": _same,
     }
 )
+"""What each movement does to the values of all ranks."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.rank import RankBackend
-from shardmap_torch.backends.reference import MOVES, Stack
+from shardmap_torch.backends.reference import REFERENCE, Stack
+from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autocasting import State, autocast_state, with_autocast, without_autocast
 from shardmap_torch.core.source_location import call_site
@@ -141,7 +142,7 @@ class Rendezvous:
         first = posts[0]
         with without_autocast():
             stacked = torch.stack([post.value for post in posts])
-            result = MOVES[first.move](first.collective, Stack(stacked, True, len(posts)))
+            result = REFERENCE[first.move](first.collective, Stack(stacked, True, len(posts)))
         for member, value in zip(members, result.every().unbind(0), strict=True):
             # Ranks share no memory: a copy of what is equal, and for what varies a tensor with a
             # version counter of its own.
@@ -226,6 +227,7 @@ class ThreadBackend(RankBackend):
         if forward_level() != self.rendezvous.forward_level:
             raise TransformError(_NO_FORWARD_MODE)
         members = self.mesh.peers(collective.axes, self.place)
+        pass_door(collective, x.nbytes, len(members))
         # The source of a broadcast and the pairs of a permutation must agree as well.
         what = f"{collective}{_arguments(collective, move)} of {show_tensor(x)}"
         post = Post(members, what, _place(), move, collective, x.detach())

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from shardmap_torch.backends.folding import sum_of
 from shardmap_torch.backends.local_movements import on_one_rank
-from shardmap_torch.backends.reference import MOVES, Stack
+from shardmap_torch.backends.reference import REFERENCE, Stack
+from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.autograd import apply_transformed, unshared
-from shardmap_torch.collectives.moves import MOVES as TRAITS
+from shardmap_torch.collectives.moves import Movement
 from shardmap_torch.collectives.operations import Collective, Extremum, Operation, is_rounded_by
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.collectives.scope import Scope
@@ -110,12 +111,12 @@ class BatchedBackend(WithoutAutomaticAxes):
         Returns None where it has to go through them one after the other: others are open too, or
         the operation does not name the dims that it moves.
         """
-        if operation.move == "ragged" or not self.is_alone():
+        if operation.movement.ragged or not self.is_alone():
             return None
         _reject_rounding(operation, x)
         x = functorch.unwrap_if_dead(x)
         dims, at = dims_of(x)
-        if operation.move == "same":
+        if operation.movement.still:
             is_spread = (operation.src, operation.dst) in SPREAD
             is_equal = any(self.levels[axis] not in at for axis in operation.axes)
             return None if is_spread and is_equal else x
@@ -173,14 +174,14 @@ class BatchedBackend(WithoutAutomaticAxes):
     ) -> tuple[Tensor, int | None]:
         """Opens one level: the vmap rule of a collective at the level of one of its own axes."""
         staged = operation if isinstance(operation, Staged) else _staged(operation, x)
-        move: str = staged.operation.move
+        movement: Movement = staged.operation.movement
         axis = staged.pending[level]
-        if move == "same":
+        if movement.still:
             others = (*markers[:level], *markers[level + 1 :])
             return self._same(staged.operation, x, x_dim, axis, others)
         total = sum_of(operation, x)
         if total is not None:
-            return total, None if TRAITS[move].equal else 0
+            return total, None if movement.equal else 0
         if x_dim is not None:
             x = x.movedim(x_dim, 0)
         opened = Staged(
@@ -190,7 +191,7 @@ class BatchedBackend(WithoutAutomaticAxes):
         )
         rest = (*markers[:level], *markers[level + 1 :])
         out = apply_transformed(x, opened, self, *rest) if rest else self._complete(opened, x)
-        return out, None if TRAITS[move].equal else 0
+        return out, None if movement.equal else 0
 
     def _same(
         self, operation: Any, x: Tensor, x_dim: int | None, axis: str, others: Sequence[Tensor]
@@ -234,7 +235,7 @@ def moved(
                 x = x.unsqueeze(position)
         x = x.expand(*sizes, *x.shape[len(axes) :]).flatten(0, len(axes) - 1)
     y: Tensor = operation.run(_StackRunner(mesh, bool(own), prod(sizes), len(others)), x)
-    if TRAITS[operation.move].sends and memory_of(y) == memory_of(x):
+    if operation.movement.views and memory_of(y) == memory_of(x):
         y = y.clone()
     after = _axes_after(operation)
     return (y.unflatten(0, sizes) if len(after) > 1 else y), (*after, *others)
@@ -242,7 +243,7 @@ def moved(
 
 def _axes_after(operation: Any) -> tuple[str, ...]:
     """The axes over which the result of an operation varies."""
-    return () if TRAITS[operation.move].equal else tuple(operation.axes)
+    return () if operation.movement.equal else tuple(operation.axes)
 
 
 def _staged(operation: Any, x: Tensor) -> Staged:
@@ -328,8 +329,10 @@ class _StackRunner:
         self._num_others = num_others
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        num_copies = prod(x.shape[: int(self._varies) + self._num_others])
+        pass_door(collective, x.nbytes / max(num_copies, 1), self._num_ranks)
         shifted = _behind(collective, self._num_others)
-        return MOVES[move](shifted, Stack(x, self._varies, self._num_ranks)).value
+        return REFERENCE[move](shifted, Stack(x, self._varies, self._num_ranks)).value
 
 
 @memo

@@ -32,7 +32,7 @@ def apply_all(
     for place, operations in operations_of:
         for operation in operations:
             x, idle = values[place], False
-            if type(operation) is Collective and operation.move == "same":
+            if type(operation) is Collective and operation.movement.still:
                 idle = operation.keeps_dtype and not x.requires_grad
             if idle and alone is None:
                 alone = isinstance(backend, RankBackend) and not is_transformed()

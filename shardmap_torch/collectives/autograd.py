@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.operations import Collective, Operation
-from shardmap_torch.collectives.plan import Plan
+from shardmap_torch.collectives.operations import Collective, Operation, Planned
 from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.control.start import call_number
@@ -30,7 +29,7 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.errors import TransformError
 
 _has_levels: Final[Callable[[], bool]] = are_transforms_active
-_LINEAR: Final = (Collective, Plan)
+_LINEAR: Final = (Collective, Planned)
 
 
 def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
@@ -44,10 +43,10 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
         plan = None if traced else backend.plan(operation)
         if plan is not None:
             return run_plan(plan, x)
-    elif type(operation) is Plan:
+    elif type(operation) is Planned:
         return bind(backend, operation.collective, x) if traced else run_plan(operation, x)
     markers = backend.markers(operation.axes)
-    if type(operation) is Collective and operation.move == "same" and not markers:
+    if type(operation) is Collective and operation.movement.still and not markers:
         # A cast does nothing over axes of one rank, or to what is not differentiated.
         if not is_checker(backend) and (
             backend.mesh.num_ranks(operation.axes) == 1
@@ -70,7 +69,7 @@ def bind(backend: Backend, operation: Operation, x: Tensor) -> Tensor:
     return operation.run(backend, x)
 
 
-def run_plan(plan: Plan, x: Tensor) -> Tensor:
+def run_plan(plan: Planned, x: Tensor) -> Tensor:
     """Runs what `bind` runs for the plan's collective, in eager code."""
     if plan.native is not None:
         return plan.native(x)
@@ -159,7 +158,7 @@ class EagerForm(TypedFunction):
         operation, backend = ctx.operation, ctx.backend
         if not torch.compiler.is_dynamo_compiling():
             reject_batched_gradients()
-            if type(operation) is Plan and type(back := operation.transpose) is Plan:
+            if type(operation) is Planned and type(back := operation.transpose) is Planned:
                 return run_plan(back, grad), None, None
         if type(operation) in _LINEAR:
             return bind(backend, operation.transpose, grad), None, None

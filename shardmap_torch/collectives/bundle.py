@@ -27,8 +27,6 @@ from shardmap_torch.core.storage import all_spare, spare, unviewed
 SMALL: Final = 2**20
 """Bytes above which a tensor is sent by itself, since its copy costs more than a message."""
 
-_ADDING: Final = ("same", "sum")
-
 
 def issue_all(
     scope: Scope,
@@ -53,7 +51,7 @@ def issue_all(
 def _is_spared(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> bool:
     """Returns whether each is a spare operand of a sum over one rank, and so its result."""
     return (
-        operation.move == "sum"
+        operation.movement.sums
         and operation.keeps_dtype
         and sends_bundles(backend)
         and backend.mesh.num_ranks(operation.axes) == 1
@@ -64,12 +62,12 @@ def _is_spared(backend: Backend, operation: Collective, xs: Sequence[Tensor]) ->
 
 
 def _can_bundle(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> bool:
-    moves = operation.move, operation.transpose.move
+    movements = operation.movement, operation.transpose.movement
     return (
         len(xs) > 1
         and sends_bundles(backend)
-        and "sum" in moves
-        and all(move in _ADDING for move in moves)
+        and any(movement.sums for movement in movements)
+        and all(movement.sums or movement.still for movement in movements)
         and backend.mesh.num_ranks(operation.axes) > 1
         and not torch.compiler.is_compiling()
         and not is_transformed()
@@ -99,7 +97,7 @@ def _put(results: list[Tensor], places: Sequence[int], outputs: Sequence[Tensor]
 def _run(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[Tensor]:
     """Runs the operation without autograd: small tensors of one dtype together."""
     results: list[Tensor] = list(xs)
-    if operation.move == "same":
+    if operation.movement.still:
         return results
     bundles: dict[torch.dtype, list[int]] = {}
     for place, x in enumerate(xs):

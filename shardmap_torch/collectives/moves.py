@@ -60,49 +60,68 @@ def _split_dim(shape: Shape, dim: int, tiled: bool, sizes: Sizes, num_ranks: int
 
 
 @dataclass(frozen=True)
-class Move:
+class Movement:
     """One movement of data between the ranks of some axes.
 
     Attributes:
         name: its name in rows and backends.
         shape: its shape rule.
+        dims: fields of a collective that name the dims along which it moves.
         adds: whether it adds values of different ranks, so that the precision of sums matters.
         extremum: whether it takes a maximum or minimum over the ranks.
         equal: whether its result is equal on all ranks.
-        sends: whether it only sends, so that a simulated result may be a view of its operand.
+        views: whether a simulated result may be a view of its operand, which it only sends.
         local: whether it needs no communication.
+        still: whether it returns its operand.
+        shares: whether its result is a view of the operand, at least on some rank.
+        copies: whether its result is a copy of the operand where there is one rank.
+        numbered: whether it sends to ranks by their numbers, which one device has none of.
+        ragged: whether it moves as many rows as data says.
     """
 
     name: str
     shape: ShapeRule = _same
+    dims: tuple[str, ...] = ()
     adds: bool = False
     extremum: bool = False
     equal: bool = False
-    sends: bool = False
+    views: bool = False
     local: bool = False
+    still: bool = False
+    shares: bool = False
+    copies: bool = False
+    numbered: bool = False
+    ragged: bool = False
+
+    @property
+    def sums(self) -> bool:
+        """Whether it is an all-reduce: entry by entry, so that several tensors may go as one."""
+        return self.adds and self.equal
 
 
-MOVES: Final[Mapping[str, Move]] = MappingProxyType(
+_DIM: Final = ("dim",)
+
+MOVEMENTS: Final[Mapping[str, Movement]] = MappingProxyType(
     {
-        move.name: move
-        for move in (
-            Move("sum", adds=True, equal=True),
-            Move("max", extremum=True, equal=True),
-            Move("min", extremum=True, equal=True),
-            Move("gather", _concatenated, equal=True, sends=True),
-            Move("sum_scatter", _split, adds=True),
-            Move("exchange", _exchanged, sends=True),
-            Move("ragged", _ragged),
-            Move("permute"),
-            Move("broadcast", equal=True, sends=True),
-            Move("sum_mask", adds=True),
-            Move("slice", _split, local=True),
-            Move("pad", _concatenated, local=True),
-            Move("mask", local=True),
-            Move("same", local=True),
+        movement.name: movement
+        for movement in (
+            Movement("sum", adds=True, equal=True, copies=True),
+            Movement("max", extremum=True, equal=True, copies=True),
+            Movement("min", extremum=True, equal=True, copies=True),
+            Movement("gather", _concatenated, _DIM, equal=True, views=True, copies=True),
+            Movement("sum_scatter", _split, _DIM, adds=True, copies=True),
+            Movement("exchange", _exchanged, ("dim", "concat_dim"), views=True, copies=True),
+            Movement("ragged", _ragged, numbered=True, ragged=True),
+            Movement("permute", numbered=True),
+            Movement("broadcast", equal=True, views=True, numbered=True, copies=True),
+            Movement("sum_mask", adds=True, copies=True),
+            Movement("slice", _split, _DIM, local=True, shares=True),
+            Movement("pad", _concatenated, _DIM, local=True),
+            Movement("mask", local=True, shares=True),
+            Movement("same", local=True, shares=True, still=True),
         )
     }
 )
 """Every movement by its name."""
 
-EXTREMA: Final = tuple(move.name for move in MOVES.values() if move.extremum)
+EXTREMA: Final = tuple(movement.name for movement in MOVEMENTS.values() if movement.extremum)

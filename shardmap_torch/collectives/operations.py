@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Final, Protocol, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.table import TABLE, TURNS, Row
+from shardmap_torch.collectives.moves import MOVEMENTS, Movement
+from shardmap_torch.collectives.table import TABLE, TURNS, CollectiveRow
 from shardmap_torch.core.caching import Unguarded, lazy, memo
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.types import AxisType, Partial, R, V
@@ -92,7 +94,7 @@ class Collective(Linear):
     in_dtype: torch.dtype | None = None
 
     @lazy
-    def row(self) -> "Row":
+    def row(self) -> "CollectiveRow":
         """The table's row for this name and these types."""
         return _ROWS.value[self.name, self.src, self.dst]
 
@@ -100,6 +102,11 @@ class Collective(Linear):
     def move(self) -> str:
         """The name of the data movement."""
         return self.row.move
+
+    @lazy
+    def movement(self) -> Movement:
+        """The data movement, with its traits."""
+        return _MOVEMENTS.value[self.row.move]
 
     @lazy
     def keeps_dtype(self) -> bool:
@@ -159,7 +166,48 @@ class Collective(Linear):
 
 
 _ROWS: Final = Unguarded(TABLE)
+_MOVEMENTS: Final = Unguarded(MOVEMENTS)
 _FIELDS: Final = tuple(each.name for each in fields(Collective))
+
+
+class Planned(Linear):
+    """A collective on the backend of one process, as an operation: the fast form of the same one.
+
+    Monitors, transforms and compiled code see the collective itself.
+
+    Attributes:
+        backend: a weak reference to its backend, which keeps it: so a mesh that is dropped ends its
+            process groups at once.
+        collective: what it runs.
+        run: moves the data, called as `Operation.run`.
+        native: does the same by operations of torch, whose derivatives are those of the collective,
+            as over axes of one rank; None where a collective needs a derivative of its own.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        collective: Collective,
+        run: Callable[[Any, Tensor], Tensor],
+        native: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.backend: Callable[[], Any] = ref(backend)
+        self.collective = collective
+        self.run, self.native = run, native
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.collective.axes
+
+    @lazy
+    def transpose(self) -> Operation:
+        """The collective that carries a cotangent back, as a plan where it has one."""
+        back = self.collective.transpose
+        planned: Operation | None = self.backend().plan(back)
+        return back if planned is None else planned
+
+    def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
+        return bind(self.transpose, grad)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +269,11 @@ class Extremum:
 
     move: str
     total: Collective
+
+    @property
+    def movement(self) -> Movement:
+        """The data movement, with its traits."""
+        return _MOVEMENTS.value[self.move]
 
     @property
     def axes(self) -> tuple[str, ...]:

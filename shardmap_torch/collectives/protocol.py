@@ -7,8 +7,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from torch import Tensor
 
-from shardmap_torch.collectives.operations import Collective, Mover, Operation
-from shardmap_torch.collectives.plan import Plan
+from shardmap_torch.collectives.operations import Collective, Mover, Operation, Planned
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.mesh import Mesh
@@ -27,7 +26,7 @@ class Backend(Mover, Protocol):
     mesh: Mesh
     readings: Memo[Any] | None
 
-    def plan(self, collective: Collective) -> Plan | None:
+    def plan(self, collective: Collective) -> Planned | None:
         """Returns what the collective runs here, looked up once; None where that has no plan."""
         ...
 
@@ -63,7 +62,7 @@ class WithoutAutomaticAxes:
 
     readings: Memo[Any] | None = None
 
-    def plan(self, collective: Collective) -> Plan | None:
+    def plan(self, collective: Collective) -> Planned | None:
         """Returns None: only processes run the same collectives again and again."""
         return None
 

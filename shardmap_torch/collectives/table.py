@@ -38,7 +38,7 @@ TURNS: Final[Mapping[str, Callable[[Any], Mapping[str, Any]]]] = MappingProxyTyp
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """One line of the table.
 
     Attributes:
@@ -86,13 +86,13 @@ _FORMULAS: Final[Mapping[str, Callable[[Fraction], Fraction]]] = MappingProxyTyp
 )
 
 ROWS: Final = (
-    Row("all_reduce", Partial, R, "sum", ("all_reduce", Partial, R), "2(n-1)/n"),
-    Row("all_reduce", Partial, I, "sum", ("convert", I, R), "2(n-1)/n"),
-    Row("all_gather", V, R, "gather", ("reduce_scatter", Partial, V), "n-1"),
-    Row("all_gather", V, I, "gather", ("convert", I, V), "n-1"),
-    Row("reduce_scatter", Partial, V, "sum_scatter", ("all_gather", V, R), "(n-1)/n"),
-    Row("all_to_all", V, V, "exchange", ("all_to_all", V, V), "(n-1)/n", "swap dims"),
-    Row(
+    CollectiveRow("all_reduce", Partial, R, "sum", ("all_reduce", Partial, R), "2(n-1)/n"),
+    CollectiveRow("all_reduce", Partial, I, "sum", ("convert", I, R), "2(n-1)/n"),
+    CollectiveRow("all_gather", V, R, "gather", ("reduce_scatter", Partial, V), "n-1"),
+    CollectiveRow("all_gather", V, I, "gather", ("convert", I, V), "n-1"),
+    CollectiveRow("reduce_scatter", Partial, V, "sum_scatter", ("all_gather", V, R), "(n-1)/n"),
+    CollectiveRow("all_to_all", V, V, "exchange", ("all_to_all", V, V), "(n-1)/n", "swap dims"),
+    CollectiveRow(
         "ragged_all_to_all",
         V,
         V,
@@ -101,30 +101,30 @@ ROWS: Final = (
         "(n-1)/n",
         "swap rows",
     ),
-    Row("ppermute", V, V, "permute", ("ppermute", V, V), "1", "invert pairs"),
-    Row("broadcast", V, R, "broadcast", ("reduce", Partial, V), "1"),
-    Row("broadcast", V, I, "broadcast", ("mask", I, V), "1"),
-    Row("reduce", Partial, V, "sum_mask", ("broadcast", V, R), "2(n-1)/n"),
-    Row("mask", I, V, "mask", ("broadcast", V, I)),
-    Row("convert", I, R, "same", ("all_reduce", Partial, I)),
-    Row("convert", I, V, "slice", ("all_gather", V, I)),
-    Row("convert", I, Partial, "mask", ("convert", R, I)),
-    Row("convert", R, I, "same", ("convert", I, Partial)),
-    Row("convert", R, V, "slice", ("convert", V, Partial)),
-    Row("convert", V, Partial, "pad", ("convert", R, V)),
-    Row("convert", R, Partial, "mask", ("convert", R, Partial)),
-    Row("reinterpret", R, V, "same", ("reinterpret", V, Partial)),
-    Row("reinterpret", V, Partial, "same", ("reinterpret", R, V)),
-    Row("reinterpret", R, Partial, "same", ("reinterpret", R, Partial)),
+    CollectiveRow("ppermute", V, V, "permute", ("ppermute", V, V), "1", "invert pairs"),
+    CollectiveRow("broadcast", V, R, "broadcast", ("reduce", Partial, V), "1"),
+    CollectiveRow("broadcast", V, I, "broadcast", ("mask", I, V), "1"),
+    CollectiveRow("reduce", Partial, V, "sum_mask", ("broadcast", V, R), "2(n-1)/n"),
+    CollectiveRow("mask", I, V, "mask", ("broadcast", V, I)),
+    CollectiveRow("convert", I, R, "same", ("all_reduce", Partial, I)),
+    CollectiveRow("convert", I, V, "slice", ("all_gather", V, I)),
+    CollectiveRow("convert", I, Partial, "mask", ("convert", R, I)),
+    CollectiveRow("convert", R, I, "same", ("convert", I, Partial)),
+    CollectiveRow("convert", R, V, "slice", ("convert", V, Partial)),
+    CollectiveRow("convert", V, Partial, "pad", ("convert", R, V)),
+    CollectiveRow("convert", R, Partial, "mask", ("convert", R, Partial)),
+    CollectiveRow("reinterpret", R, V, "same", ("reinterpret", V, Partial)),
+    CollectiveRow("reinterpret", V, Partial, "same", ("reinterpret", R, V)),
+    CollectiveRow("reinterpret", R, Partial, "same", ("reinterpret", R, Partial)),
     # Not a function of the pending sum: every addend has a cotangent of its own.
-    Row("reinterpret", Partial, V, "same", ("reinterpret", V, V)),
-    Row("reinterpret", V, V, "same", ("reinterpret", V, V)),
+    CollectiveRow("reinterpret", Partial, V, "same", ("reinterpret", V, V)),
+    CollectiveRow("reinterpret", V, V, "same", ("reinterpret", V, V)),
 )
 
-TABLE: Final[Mapping[Key, Row]] = {row.key: row for row in ROWS}
+TABLE: Final[Mapping[Key, CollectiveRow]] = {row.key: row for row in ROWS}
 
 
-def lookup(name: str, src: AxisType, dst: AxisType) -> Row:
+def lookup(name: str, src: AxisType, dst: AxisType) -> CollectiveRow:
     """Returns the row of that name and types.
 
     Raises:

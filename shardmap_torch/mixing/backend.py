@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.collectives.autograd import bind
-from shardmap_torch.collectives.moves import MOVES, untiled_dims
+from shardmap_torch.collectives.moves import MOVEMENTS, untiled_dims
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
@@ -52,13 +52,13 @@ class SharingBackend(ProcessGroupBackend):
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs a movement on this rank's shard of a DTensor, or on a plain value."""
-        if move == "same" or not isinstance(x, DTensor):
+        if MOVEMENTS[move].still or not isinstance(x, DTensor):
             return super().run(move, collective, x)
         joined, new_dims = _DIMS.get(move, _every)(collective, x.ndim)
-        placements = settled(x.placements, joined, linear=not MOVES[move].extremum)
+        placements = settled(x.placements, joined, linear=not MOVEMENTS[move].extremum)
         x = moved(x, placements, collective.name)
         num_ranks = self.position(collective.axes)[1]
-        shape = torch.Size(MOVES[move].shape(collective, tuple(x.shape), num_ranks))
+        shape = torch.Size(MOVEMENTS[move].shape(collective, tuple(x.shape), num_ranks))
         local = super().run(move, collective, local_of(x)).contiguous()
         after = tuple(Shard(new_dims[p.dim]) if isinstance(p, Shard) else p for p in placements)
         return DTensor.from_local(

@@ -11,21 +11,24 @@ from torch import Tensor
 from shardmap_torch import P, make_mesh, shard_map
 from shardmap_torch.backends import local_movements, process_group, reference
 from shardmap_torch.checker.spmd.ops import collective_rules
-from shardmap_torch.collectives.moves import MOVES
+from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.table import ROWS
 from shardmap_torch.mixing import backend
 from shardmap_torch.ops import all_gather, all_reduce, all_to_all, ppermute, reduce_scatter
 from shardmap_torch.types import Partial, R
 from tests.support.pool import Gloo
 
-EVERY = set(MOVES)
-LOCAL = {name for name, move in MOVES.items() if move.local}
+EVERY = set(MOVEMENTS)
+LOCAL = {name for name, move in MOVEMENTS.items() if move.local}
 PARTS = {
-    "backends/reference.py": (reference.MOVES, EVERY - LOCAL | {"slice", "pad", "mask", "same"}),
+    "backends/reference.py": (
+        reference.REFERENCE,
+        EVERY - LOCAL | {"slice", "pad", "mask", "same"},
+    ),
     "backends/local_movements.py": (local_movements.LOCAL_MOVEMENTS, LOCAL),
 }
 OPTIONAL = {
-    "backends/process_group.py": process_group.MOVES,
+    "backends/process_group.py": process_group.WIRE,
     "checker/spmd/ops/collective_rules.py": collective_rules._MOVES,
     "mixing/backend.py": backend._DIMS,
 }
@@ -46,7 +49,7 @@ def test_a_part_that_knows_what_to_do_without_has_no_unknown_movement(part: str)
 
 
 def test_every_row_names_a_movement() -> None:
-    moves: Collection[str] = MOVES
+    moves: Collection[str] = MOVEMENTS
     assert [row.key for row in ROWS if row.move not in moves] == []
 
 
@@ -75,8 +78,8 @@ def all_moves() -> list[Any]:
 
 
 def all_moves_by_gathering() -> list[Any]:
-    gather = {"gather": process_group.MOVES["gather"]}  # by which DTensors are put together
-    with mock.patch.object(process_group, "MOVES", gather):
+    gather = {"gather": process_group.WIRE["gather"]}  # by which DTensors are put together
+    with mock.patch.object(process_group, "WIRE", gather):
         return all_moves()
 
 

@@ -13,7 +13,7 @@ import pytest
 from shardmap_torch import CollectiveError, Mesh, make_mesh
 from shardmap_torch.collectives import operations
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.table import ROWS, TABLE, Key, Row, lookup
+from shardmap_torch.collectives.table import ROWS, TABLE, CollectiveRow, Key, lookup
 from shardmap_torch.core.caching import Unguarded
 from shardmap_torch.types import I, Partial, R, V
 from tests.programs.support.harness import worker_mesh
@@ -44,7 +44,7 @@ MESHES = [
 Names = tuple[str, ...]
 
 
-def check(row: Row, mesh: Mesh, axes: tuple[str, ...]) -> None:
+def check(row: CollectiveRow, mesh: Mesh, axes: tuple[str, ...]) -> None:
     for case in cases_of(row, axes, mesh.num_ranks(axes)):
         check_forward(case, mesh)
         check_transpose(case, mesh)
@@ -65,7 +65,7 @@ def test_every_row_has_a_meaning_and_a_wrong_transpose_here() -> None:
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
 @EACH_ROW
 def test_row_and_its_transpose_on_a_simulated_mesh(
-    row: Row, strategy: Literal["vmap", "ranks"]
+    row: CollectiveRow, strategy: Literal["vmap", "ranks"]
 ) -> None:
     for shape, names, axes in MESHES:
         check(row, make_mesh(shape, names, kind="simulated", simulate=strategy), axes)
@@ -100,7 +100,7 @@ def broken(key: Key) -> Iterator[None]:
         yield
 
 
-def is_caught(row: Row, mesh: Mesh, axes: tuple[str, ...]) -> bool:
+def is_caught(row: CollectiveRow, mesh: Mesh, axes: tuple[str, ...]) -> bool:
     """Returns whether `check_transpose` sees that the transpose of `row` is wrong."""
     case = breakable(row, axes, mesh.num_ranks(axes))
     check_transpose(case, mesh)
@@ -118,7 +118,7 @@ def uncaught_in_worker() -> list[str]:
 
 
 @EACH_ROW
-def test_a_wrong_transpose_gives_a_wrong_gradient_on_ranks(row: Row) -> None:
+def test_a_wrong_transpose_gives_a_wrong_gradient_on_ranks(row: CollectiveRow) -> None:
     assert is_caught(row, make_mesh((3,), ("a",), kind="simulated", simulate="ranks"), ("a",))
 
 
@@ -130,7 +130,7 @@ def test_a_wrong_transpose_gives_a_wrong_gradient_on_processes(gloo: Gloo) -> No
 
 
 @EACH_ROW
-def test_the_transpose_of_the_transpose_is_a_row_with_the_same_types(row: Row) -> None:
+def test_the_transpose_of_the_transpose_is_a_row_with_the_same_types(row: CollectiveRow) -> None:
     back = TABLE[row.transpose]
     src = V if row.key == ADDENDS else row.src
     assert (COTANGENT[back.src], COTANGENT[back.dst]) == (row.dst, src)

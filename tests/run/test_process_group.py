@@ -27,6 +27,8 @@ from shardmap_torch import (
     shift,
 )
 from shardmap_torch.backends import process_group
+from shardmap_torch.backends.communicator import Wire
+from shardmap_torch.backends.traffic import counting_bytes
 from tests.programs.support.everywhere import run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
@@ -38,13 +40,11 @@ pytestmark = pytest.mark.slow
 def counting(run: Callable[[], Any]) -> list[str]:
     """The moves that `run` sends over the wire, in order."""
     sent: list[str] = []
-    own = process_group._on_wire
 
-    def on_wire(line: Any, movement: Any, collective: Any, x: Tensor) -> Tensor:
+    def note(collective: Any, num_bytes: float, num_ranks: int) -> None:
         sent.append(collective.move)
-        return own(line, movement, collective, x)
 
-    with mock.patch.object(process_group, "_on_wire", on_wire):
+    with counting_bytes(), mock.patch.object(process_group, "pass_door", note):
         run()
     return sent
 
@@ -158,13 +158,13 @@ def test_a_result_that_travelled_shares_no_memory_with_the_operand(gloo: Gloo) -
 
 
 def failure(mesh: Mesh) -> None:
-    def lost(line: Any, movement: Any, collective: Any, x: Tensor) -> Tensor:
+    def lost(wire: Wire, x: Tensor, op: str) -> Tensor:
         raise RuntimeError("connection closed by peer")
 
     x = torch.arange(4.0)
     f = shard_map(lambda x: all_reduce(x, "tp", dst=I), mesh=mesh, in_specs=P("tp"), out_specs=P())
     with (
-        mock.patch.object(process_group, "_on_wire", lost),
+        mock.patch.object(Wire, "reduce", lost),
         pytest.raises(CommunicationError) as caught,
     ):
         f(x)

@@ -20,7 +20,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from shardmap_torch.collectives.table import ROWS, Row
+from shardmap_torch.collectives.table import ROWS, CollectiveRow
 from shardmap_torch.run import simulated, threads
 from tests.programs.support.bodies import PROGRAMS
 from tests.programs.support.everywhere import same
@@ -67,7 +67,7 @@ def test_a_program_on_one_rank_equals_one_device(program: Program) -> None:
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{row.src}-{row.dst}")
-def test_every_collective_and_its_transpose_mean_the_same(row: Row) -> None:
+def test_every_collective_and_its_transpose_mean_the_same(row: CollectiveRow) -> None:
     for case in cases_of(row, ("tp",), 1):
         check_forward(case, MESH)
         check_transpose(case, MESH)

@@ -11,7 +11,7 @@ from typing import Any
 
 import shardmap_torch
 from shardmap_torch import lax, ops
-from shardmap_torch.collectives.table import ROWS, TABLE, Row
+from shardmap_torch.collectives.table import ROWS, TABLE, CollectiveRow
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
 PAGE = Path(__file__).parents[2] / "docs/collectives.md"
@@ -131,13 +131,13 @@ def page() -> str:
     )
 
 
-def _row(row: Row) -> str:
+def _row(row: CollectiveRow) -> str:
     back = TABLE[row.transpose]
     cells = [_type(row), MOVES[row.move], row.sent, f"`{back.name}`", _type(back), back.sent]
     return f"| `{row.name}` | {' | '.join(cells)} |\n"
 
 
-def _type(row: Row) -> str:
+def _type(row: CollectiveRow) -> str:
     return f"{row.src} → {row.dst}"
 
 

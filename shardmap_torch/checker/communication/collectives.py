@@ -17,7 +17,7 @@ from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.program import Equation, bytes_sent, is_constant, use_of
 from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.collectives.moves import EXTREMA, MOVES
+from shardmap_torch.collectives.moves import EXTREMA, MOVEMENTS
 from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.collectives.protocol import Form, Readings, WithoutAutomaticAxes
 from shardmap_torch.core.source_location import call_sites
@@ -39,9 +39,6 @@ BACKWARD: Final = {**FORWARD, V: frozenset({V, R, K, Z})}
 
 EXACTLY: Final = {**FORWARD, Partial: frozenset({Partial, Z})}
 """The same where a value keeps its type."""
-
-SHARING: Final = frozenset({"same", "slice", "mask"})
-"""Moves whose result is a view of the operand, at least on some rank."""
 
 
 class AbstractBackend(WithoutAutomaticAxes):
@@ -201,13 +198,13 @@ class AbstractBackend(WithoutAutomaticAxes):
             self._check_source(move, applied, equation, read)
             types = self._result_types(applied, forward, storage_type.types)
             num_ranks = self.mesh.num_ranks(applied.axes)
-            shape = MOVES[move].shape(applied, shape, num_ranks)
+            shape = MOVEMENTS[move].shape(applied, shape, num_ranks)
             equation.sent = bytes_sent(applied, x.numel() * x.element_size(), num_ranks)
         with interpreter.paused():
             y = empty(interpreter.fake, shape, x.dtype, x.device)
         result = interpreter.make(y, types, equation, [x])
         result.batched_over = self._batched_over(move, collective, result.batched_over)
-        if move in SHARING and not backward:
+        if MOVEMENTS[move].shares and not backward:
             for each in (result, storage_type):  # one memory at run time, with two types
                 each.freeze(f"shares its memory with another value through {shown}")
         interpreter.add(equation)
@@ -219,7 +216,7 @@ class AbstractBackend(WithoutAutomaticAxes):
     ) -> frozenset[int]:
         """Returns the axes over which a batched body has the result batched."""
         own = {self._interpreter.axes.index(axis) for axis in collective.axes}
-        if MOVES[move].equal:
+        if MOVEMENTS[move].equal:
             return operand - own
         stays = move == "same" and (collective.src, collective.dst) not in SPREAD
         return operand if stays else operand | own

@@ -2,7 +2,6 @@
 
 from typing import Final
 
-from shardmap_torch.checker.communication.collectives import SHARING
 from shardmap_torch.checker.ir.program import StorageType
 
 _COPIES: Final = frozenset({"clone"})
@@ -17,7 +16,7 @@ def input_sharing(result: StorageType) -> int | None:
     while result.leaf is None:
         made = result.made
         collective = None if made is None else made.collective
-        is_view = collective is not None and collective.move in SHARING
+        is_view = collective is not None and collective.movement.shares
         if made is None or not (is_view or made.name in _COPIES):
             return None
         result = made.operands[0].storage_type

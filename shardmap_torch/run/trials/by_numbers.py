@@ -37,9 +37,6 @@ from shardmap_torch.run.trials.watch import UntriedError
 T = TypeVar("T")
 Axes = frozenset[str]
 
-_SENDING: Final = frozenset({"permute", "broadcast", "ragged"})
-"""Movements of which one device has none."""
-
 _RANKS: Final = 64
 _WORK: Final = 100_000_000
 """Ranks, and entries that they compute, up to which a program is tried: some seconds."""
@@ -154,7 +151,7 @@ def _sends(equation: Equation) -> bool:
     collective = equation.collective
     assert collective is not None  # by the filter
     sizes = {*(collective.sizes or ()), *(collective.concat_sizes or ())}
-    return not equation.backward and (collective.move in _SENDING or len(sizes) > 1)
+    return not equation.backward and (collective.movement.numbered or len(sizes) > 1)
 
 
 def _stacks(equation: Equation) -> bool:

@@ -183,7 +183,7 @@ class Case:
         return f"{self.collective} {self.shape}"
 
 
-def cases_of(row: table.Row, axes: tuple[str, ...], n: int) -> list[Case]:
+def cases_of(row: table.CollectiveRow, axes: tuple[str, ...], n: int) -> list[Case]:
     """Calls of `row` that reach each of its arguments. Shapes are such that all rows fit."""
     base = Collective(row.name, row.src, row.dst, axes)
     sizes = tuple(range(1, n + 1))
@@ -243,7 +243,7 @@ def _counts(n: int) -> tuple[tuple[int, ...], ...]:
     return (*fit[:-1], (0,) * n) if n > 1 else ((full,),)
 
 
-def breakable(row: table.Row, axes: tuple[str, ...], n: int) -> Case:
+def breakable(row: table.CollectiveRow, axes: tuple[str, ...], n: int) -> Case:
     """A call of `row` whose transpose may be replaced by that of `BROKEN`."""
     base = Collective(row.name, row.src, row.dst, axes)
     if row.name == "all_to_all":
