@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.link import CannotRunError, run_ranks, two_namespaces
 from benchmarks.overlap_variants import COMM, COMPUTE, OPERATIONS, OVERLAP, UNFUSED, Setting
 from benchmarks.quiet import Limits
-from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.planner import Fabric
 from tests.kernels.support.virtual_network import VirtualNetwork
 
 

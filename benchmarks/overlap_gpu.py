@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_forward, scatter_forward
+from shardmap_torch.kernels.executor import Choice, Gather
+from shardmap_torch.kernels.lanes import CudaLanes
 from shardmap_torch.kernels.network import complete
-from shardmap_torch.kernels.transports.executor import Choice, Gather
-from shardmap_torch.kernels.transports.nccl import NcclTransport, Work
-from shardmap_torch.kernels.transports.protocol import run
-from shardmap_torch.kernels.transports.streams import CudaLanes
+from shardmap_torch.kernels.transport import NcclTransport, Work, run
 
 ROUNDS, WARM_UP = 20, 5
 ROWS, INNER, COLUMNS = 1024, 8192, 7168  # A rank's block, and the layer of a 70B model on 8 ranks.

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_backward, gather_forward, scatter_forward
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.transports.executor import Choice
-from shardmap_torch.kernels.transports.protocol import Steps, Transport
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.planner import Fabric
+from shardmap_torch.kernels.transport import Steps, Transport
 from tests.kernels.support.virtual_network import VirtualNetwork
 
 # 989 Tflop/s dense bfloat16 and 4.8 TB/s by data sheet, 70 % and 80 % of them in practice, and 2 us

@@ -13,8 +13,7 @@ from torch import Tensor
 from benchmarks.overlap_variants import COMPUTE, OPERATIONS, Setting, Variant, exchange
 from benchmarks.quiet import Limits, Mark, joined, slowest, time_left
 from shardmap_torch.kernels import calibrate
-from shardmap_torch.kernels.transports.gloo import GlooTransport
-from shardmap_torch.kernels.transports.protocol import run
+from shardmap_torch.kernels.transport import GlooTransport, run
 
 Round: TypeAlias = dict[str, Any]
 

@@ -20,9 +20,9 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.planning.schedule import Chunk, Message, split
-from shardmap_torch.kernels.transports.executor import Choice
-from shardmap_torch.kernels.transports.protocol import Channel, Handle, Steps, Transport
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.schedule import Chunk, Message, split
+from shardmap_torch.kernels.transport import Channel, Handle, Steps, Transport
 
 Kernel: TypeAlias = Callable[[Transport], Steps[Any]]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardmap_torch.kernels.executor import LOW_PRECISION, Choice, Consume, Produce
 from shardmap_torch.kernels.network import (
     Halves,
     Network,
@@ -23,8 +24,7 @@ from shardmap_torch.kernels.network import (
     scattering,
     summing,
 )
-from shardmap_torch.kernels.transports.executor import LOW_PRECISION, Choice, Consume, Produce
-from shardmap_torch.kernels.transports.protocol import Steps
+from shardmap_torch.kernels.transport import Steps
 
 
 def multiply(transport: Network, a: Tensor, b: Tensor) -> Tensor:

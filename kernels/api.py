@@ -19,7 +19,7 @@ from shardmap_torch.kernels.dispatch import (
     prepare_scatter,
     prepared,
 )
-from shardmap_torch.kernels.planner import Overlap, Schedule
+from shardmap_torch.kernels.planner import Overlap
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import TypeLike
 
@@ -33,7 +33,6 @@ def all_gather_matmul(
     gather_dim: int = 0,
     bias: Tensor | None = None,
     chunks: int | None = None,
-    schedule: Schedule | None = None,
     save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> Tensor: ...
@@ -48,7 +47,6 @@ def all_gather_matmul(
     gather_dim: int = 0,
     bias: Sequence[Tensor | None] | None = None,
     chunks: int | None = None,
-    schedule: Schedule | None = None,
     save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> tuple[Tensor, ...]: ...
@@ -62,7 +60,6 @@ def all_gather_matmul(
     gather_dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     chunks: int | None = None,
-    schedule: Schedule | None = None,
     save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
@@ -82,16 +79,13 @@ def all_gather_matmul(
         bias: added to each row of the product; one per weight where there are several.
         chunks: number of chunks into which each rank's shard is split; by default as the cost model
             says, at most 8 of at least 128 rows each.
-        schedule: "ring" sends blocks to the next rank only, "two-way" half of the way to either
-            side; by default as the cost model says. The backward of a ring is a ring.
         save_gathered: keep the gathered x for the backward (n * x.nbytes beside x and w), or gather
             it again under the input gradient (nothing beside x and w until then, and n * x.nbytes
             for the time of the backward).
         overlap: "auto" overlaps where the cost model predicts a gain of at least 3 %, "require"
             wherever possible or raises, "off" never. `last_plan()` says what ran and why. In a
             body that torch.compile traces, "auto" is the composition, which inductor can fuse, and
-            "require" an opaque operator that saves the gathered x and cannot be differentiated
-            twice. On a GPU only "require" overlaps, by code that has never run on one.
+            "require" raises. On a GPU only "require" overlaps, by code that has never run on one.
 
     Raises:
         KernelError: shapes that do not match, chunks that the shard has no rows for, overlap
@@ -111,7 +105,7 @@ def all_gather_matmul(
         [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
     """
     ws, biases = pairs("all_gather_matmul", w, bias)
-    options = gather_dim, overlap, schedule, chunks, save_gathered
+    options = gather_dim, overlap, chunks, save_gathered
     prepared_call = prepared(prepare_gather, axis, options, (x, ws, biases), overlap)
     outs = _gather(prepared_call.runner, x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs
@@ -137,7 +131,6 @@ def matmul_reduce_scatter(
     scatter_dim: int = 0,
     bias: Tensor | None = None,
     chunks: int | None = None,
-    schedule: Schedule | None = None,
     overlap: Overlap = "auto",
 ) -> Tensor:
     """`reduce_scatter(x @ w, axis, dim=scatter_dim) + bias`, sending chunks as they are made.
@@ -157,9 +150,6 @@ def matmul_reduce_scatter(
         scatter_dim: the dim of the product that is sharded.
         bias: added once, after the reduction.
         chunks: as in `all_gather_matmul`, of each rank's block of the result.
-        schedule: "direct", the default, or "ring" where only neighbours have a link: sums travel to
-            the next rank, in the order of travel and rounded at each hop. The backward of a ring is
-            a ring.
         overlap: as in `all_gather_matmul`.
 
     Raises:
@@ -178,7 +168,7 @@ def matmul_reduce_scatter(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    options = scatter_dim, overlap, schedule, chunks
+    options = scatter_dim, overlap, chunks
     prepared_call = prepared(prepare_scatter, axis, options, (x, w, bias), overlap)
     y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias

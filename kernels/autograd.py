@@ -20,15 +20,13 @@ from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.functorch import is_transformed_otherwise, reject_batched_gradients
 from shardmap_torch.kernels.algorithms import ChunkedDim, as_matrix
 from shardmap_torch.kernels.engine import Engine, Scheduled
+from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.planner import (
-    Family,
+    Fabric,
     Options,
     Problem,
-    backward_schedules,
     record,
 )
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.transports.executor import Choice
 from shardmap_torch.ops.arguments import shown
 from shardmap_torch.types import I
 
@@ -133,7 +131,7 @@ class KernelCall:
         assert isinstance(self.engine, Scheduled)
         return self.engine
 
-    def backward_choice(self, op: str, family: Family, dtype: torch.dtype, **size: Any) -> Choice:
+    def backward_choice(self, op: str, schedule: str, dtype: torch.dtype, **size: Any) -> Choice:
         """Plans the backward: always the kernel, in as many parts as the cost model picks.
 
         `size` has the fields of `Problem` for rows, bytes, flops and passes.
@@ -142,7 +140,7 @@ class KernelCall:
             op=op,
             axis=shown(self.collective.axes),
             num_ranks=self.num_ranks,
-            schedules=backward_schedules(family, self.options.schedule),
+            schedule=schedule,
             **size,
         )
         requested = self.options.chunks
@@ -271,7 +269,7 @@ class GatherMatmulBackward:
         flops = sum(2.0 * dy.numel() * w.shape[0] for dy, w in zip(dys, ws, strict=True))
         scatter = call.backward_choice(
             "all_gather_matmul backward",
-            "scatter",
+            "scatter/direct",
             x.dtype,
             block_rows=block_rows(x, dim),
             block_bytes=x.nbytes,
@@ -375,7 +373,7 @@ class MatmulScatterBackward(_ProductBackward):
         call, dim = self.call, self.call.collective.dim
         choice = call.backward_choice(
             "matmul_reduce_scatter backward",
-            "gather",
+            "gather/ring",
             x.dtype,
             block_rows=block_rows(dy, dim),
             block_bytes=dy.nbytes,
@@ -394,7 +392,7 @@ class MatmulReduceBackward(_ProductBackward):
         num_ranks = call.num_ranks
         choice = call.backward_choice(
             "matmul_all_reduce backward",
-            "sum",
+            "sum/direct",
             x.dtype,
             block_rows=max(1, dy.shape[:-1].numel() // num_ranks),
             block_bytes=dy.nbytes / num_ranks,

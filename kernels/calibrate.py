@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_forward
+from shardmap_torch.kernels.executor import Choice, Gather
 from shardmap_torch.kernels.network import complete
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.planning.schedule import Chunk, Message
-from shardmap_torch.kernels.transports.executor import Choice, Gather
-from shardmap_torch.kernels.transports.protocol import Channel, Handle, Transport, run
+from shardmap_torch.kernels.planner import Fabric
+from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.transport import Channel, Handle, Transport, run
 
 PROBE_BYTES = 2**20
 """Size of the timed message: large enough that latency does not count, 17 ms at 500 Mbit/s."""

@@ -21,7 +21,6 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import KernelError, show
 from shardmap_torch.kernels.algorithms import ChunkedDim
 from shardmap_torch.kernels.autograd import KernelCall, Unfused, block_rows
-from shardmap_torch.kernels.custom_ops import CompiledCall, compiled_call
 from shardmap_torch.kernels.endpoint import (
     Endpoint,
     Situation,
@@ -35,12 +34,10 @@ from shardmap_torch.kernels.planner import (
     Overlap,
     Plan,
     Problem,
-    Schedule,
     candidates,
     check_overlap,
     obstructed,
     record,
-    schedules,
 )
 from shardmap_torch.kernels.symmetric import Operators, Symmetric, unsuited
 from shardmap_torch.kernels.typed import Checked, typed_calls
@@ -48,7 +45,7 @@ from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_di
 from shardmap_torch.types import I, Partial, R, TypeLike, V
 
 Biases: TypeAlias = Sequence[Tensor | None]
-Runner: TypeAlias = KernelCall | Unfused | Checked | CompiledCall
+Runner: TypeAlias = KernelCall | Unfused | Checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,6 @@ def prepare_gather(
     biases: Biases,
     gather_dim: int,
     overlap: Overlap,
-    schedule: Schedule | None,
     chunks: int | None,
     save_gathered: bool,
 ) -> Prepared:
@@ -139,14 +135,14 @@ def prepare_gather(
         op=op,
         axis=shown(axes),
         num_ranks=num_ranks,
-        schedules=schedules(op, "gather", schedule),
+        schedule="gather/ring",
         block_rows=block_rows(x, dim),
         block_bytes=x.nbytes,
         flops=sum(2.0 * x.numel() * num_ranks * w.shape[1:].numel() for w in ws),
     )
     present = [addend for addend in biases if addend is not None]
     collective = collective_of("all_gather", V, R, axes, dim=dim)
-    options = Options(overlap, schedule, chunks, save_gathered)
+    options = Options(overlap, chunks, save_gathered)
     return _prepare(scope, collective, problem, (x, *ws, *present), options)
 
 
@@ -157,7 +153,6 @@ def prepare_scatter(
     bias: Tensor | None,
     scatter_dim: int,
     overlap: Overlap,
-    schedule: Schedule | None,
     chunks: int | None,
 ) -> Prepared:
     """Prepares a call of `matmul_reduce_scatter`."""
@@ -176,13 +171,13 @@ def prepare_scatter(
         op=op,
         axis=shown(axes),
         num_ranks=num_ranks,
-        schedules=schedules(op, "scatter", schedule),
+        schedule="scatter/direct",
         block_rows=rows // num_ranks,
         block_bytes=shape.numel() * x.element_size() / num_ranks,
         flops=2.0 * x.numel() * w.shape[1],
     )
     collective = collective_of("reduce_scatter", Partial, V, axes, dim=dim)
-    return _prepare(scope, collective, problem, (x, w), Options(overlap, schedule, chunks))
+    return _prepare(scope, collective, problem, (x, w), Options(overlap, chunks))
 
 
 def prepare_reduce(
@@ -207,14 +202,14 @@ def prepare_reduce(
         op=op,
         axis=shown(axes),
         num_ranks=num_ranks,
-        schedules=schedules(op, "reduce", None),
+        schedule="reduce/direct",
         block_rows=num_tokens // num_ranks,
         block_bytes=num_tokens * w.shape[1] * x.element_size() / num_ranks,
         flops=2.0 * x.numel() * w.shape[1],
         passes=2,
     )
     collective = collective_of("all_reduce", Partial, to, axes)
-    return _prepare(scope, collective, problem, (x, w), Options(overlap, chunks=chunks))
+    return _prepare(scope, collective, problem, (x, w), Options(overlap, chunks))
 
 
 def _prepare(
@@ -240,9 +235,6 @@ def _prepare(
         fused = _may_be_fused(problem.op, collective, operands[0], options)
         kernels = typed_calls(backend, collective, options, fused=fused)
         return Prepared(collective, plan, Checked(backend, kernels, unfused, plan))
-    if torch.compiler.is_compiling():
-        compiled, plan = compiled_call(backend, collective, problem, options)
-        return Prepared(collective, plan, compiled)
     assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
     x = operands[0]
     endpoint = endpoint_of(backend, collective.axes, x.device)

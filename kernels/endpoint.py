@@ -11,7 +11,6 @@ from torch import Tensor
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.recording import RecordingBackend
 from shardmap_torch.collectives.protocol import Backend, is_checker
-from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import is_transformed_otherwise
 from shardmap_torch.core.torch_private.engine import (
     forward_level,
@@ -19,13 +18,15 @@ from shardmap_torch.core.torch_private.engine import (
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.kernels import calibrate, symmetric
-from shardmap_torch.kernels.planner import Overlap
-from shardmap_torch.kernels.planning.cost import ASSUMED_GPU, Fabric
-from shardmap_torch.kernels.transports.gloo import GlooTransport
-from shardmap_torch.kernels.transports.nccl import NcclTransport
-from shardmap_torch.kernels.transports.protocol import Transport, network_of
-from shardmap_torch.kernels.transports.staged import StagedTransport
-from shardmap_torch.kernels.transports.streams import CudaLanes
+from shardmap_torch.kernels.lanes import CudaLanes
+from shardmap_torch.kernels.planner import ASSUMED_GPU, Fabric, Overlap
+from shardmap_torch.kernels.transport import (
+    GlooTransport,
+    NcclTransport,
+    StagedTransport,
+    Transport,
+    network_of,
+)
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 
 FLOATS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -119,8 +120,8 @@ def _is_transformed(s: Situation) -> bool:
     return is_transformed_otherwise()
 
 
-def _is_left_to_inductor(s: Situation) -> bool:
-    return torch.compiler.is_compiling() and s.overlap != "require"
+def _is_compiled(s: Situation) -> bool:
+    return torch.compiler.is_compiling()  # Dynamo traces no messages from rank to rank.
 
 
 def _has_no_processes(s: Situation) -> bool:
@@ -140,11 +141,6 @@ def _is_untried(s: Situation) -> bool:
     return s.device_type == "cuda" and s.overlap != "require"
 
 
-def _is_compiled_for_gpu(s: Situation) -> bool:
-    return s.device_type == "cuda" and torch.compiler.is_compiling()
-
-
-@constant
 def _network(backend: Backend, axes: tuple[str, ...], device_type: str) -> str:
     return network_of(backend.mesh.group(axes), device_type)
 
@@ -172,11 +168,10 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
     ("the axes have one rank", lambda s: s.backend.mesh.num_ranks(s.axes) == 1),
     ("the axes are not in mesh order", _is_out_of_order),
     ("a transform other than torch.func.grad and vjp is active", _is_transformed),
-    ("torch.compile is active, whose own fusions need the composition", _is_left_to_inductor),
+    ("torch.compile is active, whose own fusions need the composition", _is_compiled),
     ("the operands are not all on the CPU, nor all on one GPU", _is_elsewhere),
     ("autocast is active", lambda s: torch.is_autocast_enabled(s.device_type)),
     ('on a GPU the kernels have never run, and only overlap="require" takes them', _is_untried),
-    ("torch.compile is active, and its operators are for the CPU", _is_compiled_for_gpu),
     ("the operands are not of one floating dtype", _mixes_dtypes),
     ("the process group has neither gloo nor, for a GPU, NCCL", _lacks_network),
     ("a CUDA graph is captured, and gloo would wait on the host", _is_captured_over_gloo),

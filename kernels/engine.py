@@ -15,12 +15,11 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
+from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.network import Network
-from shardmap_torch.kernels.planner import Plan, Problem, decide
-from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.planner import Fabric, Plan, Problem, decide
 from shardmap_torch.kernels.symmetric import Symmetric
-from shardmap_torch.kernels.transports.executor import Choice
-from shardmap_torch.kernels.transports.protocol import run
+from shardmap_torch.kernels.transport import run
 
 CHECKED: Final = "the body is being checked, not run"
 
@@ -42,7 +41,7 @@ class Scheduled:
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
     ) -> Plan:
-        """Decides by the cost model if the call overlaps, and with which schedule."""
+        """Decides by the cost model if the call overlaps, and in how many parts."""
         plan = decide(problem, fabric, chunks, forced=forced)
         return replace(plan, reason=f"{plan.reason}; {self.note}") if self.note else plan
 
@@ -91,8 +90,8 @@ class Typed(Scheduled):
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
     ) -> Plan:
-        """Takes the first schedule: without chunks all are the same."""
-        return Plan(problem.op, problem.axis, Choice(problem.schedules[0], 1), CHECKED)
+        """Takes one part: without chunks all are the same."""
+        return Plan(problem.op, problem.axis, Choice(problem.schedule, 1), CHECKED)
 
 
 Engine: TypeAlias = Scheduled | Symmetric

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend
-from shardmap_torch.kernels.transports.executor import (
+from shardmap_torch.kernels.executor import (
     Choice,
     Consume,
     Gather,
@@ -23,7 +23,7 @@ from shardmap_torch.kernels.transports.executor import (
     Scatter,
     Sum,
 )
-from shardmap_torch.kernels.transports.protocol import Steps, Transport
+from shardmap_torch.kernels.transport import Steps, Transport
 from shardmap_torch.types import AxisType, Partial, R, V
 
 

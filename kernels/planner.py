@@ -1,32 +1,50 @@
-"""Plans a call: predicts its time with and without overlap, and picks the schedule and chunks."""
+"""Plans a call: predicts its time with and without overlap, and picks the number of chunks."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.transports.executor import Choice
+from shardmap_torch.kernels.executor import Choice
 
 Overlap: TypeAlias = Literal["auto", "require", "off"]
-Schedule: TypeAlias = Literal["ring", "two-way", "direct"]
-Family: TypeAlias = Literal["gather", "scatter", "reduce", "sum"]
 
-FAMILIES: Final[Mapping[Family, tuple[Schedule, ...]]] = {
-    "gather": ("ring", "two-way"),
-    "scatter": ("direct", "ring"),
-    "reduce": ("direct",),
-    "sum": ("direct",),
-}
-"""The schedules of each kind of exchange; the first is the default."""
 
-PICKED: Final[Mapping[Family, tuple[Schedule, ...]]] = {**FAMILIES, "scatter": ("direct",)}
-"""The schedules that the model chooses from by itself.
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Speed of one rank and of its link, in seconds, bytes and flops.
 
-scatter/ring rounds at every hop and adds in travelling order, and the direct exchange is never
-slower where any two ranks have a link; it is for machines on which only neighbours have one.
-"""
+    Attributes:
+        latency: Seconds from the start of a message to the arrival of its first byte (alpha).
+        bandwidth: Bytes a second in each direction of a rank's link (1 / beta).
+        flops: Multiply and add operations a second in a large matmul.
+        memory: Bytes a second that element-wise work moves.
+        launch: Fixed seconds of every matmul or sum.
+        overlap: Share of a transfer that can proceed while this rank computes; 1 where a network
+            card moves the bytes, near 0 on loopback, where the same cores do.
+    """
+
+    latency: float
+    bandwidth: float
+    flops: float
+    memory: float = float("inf")
+    launch: float = 0.0
+    overlap: float = 1.0
+
+    def transfer(self, num_bytes: float) -> float:
+        """Predicts the seconds from send to arrival of one message on an idle link."""
+        return self.latency + num_bytes / self.bandwidth
+
+    def compute(self, flops: float, traffic: float = 0.0) -> float:
+        """Predicts the seconds of one kernel: the slower of arithmetic and memory (roofline)."""
+        return self.launch + max(flops / self.flops, traffic / self.memory)
+
+
+ASSUMED_GPU: Final = Fabric(
+    latency=5e-6, bandwidth=0.8 * 450e9, flops=0.7 * 989e12, memory=0.8 * 4.8e12, launch=2e-6
+)
+"""An H200 on NVLink in bfloat16, from data sheets and estimates (docs/overlap.md), not measured."""
 
 MAX_PARTS = 8
 MIN_ROWS = 128
@@ -41,7 +59,6 @@ class Options:
     """Options of a call; None leaves a choice to the cost model."""
 
     overlap: Overlap = "auto"
-    schedule: Schedule | None = None
     chunks: int | None = None
     save_gathered: bool = True
 
@@ -54,7 +71,7 @@ class Problem:
         op: Name of the operation.
         axis: Mesh axis, as the user wrote it.
         num_ranks: Ranks on the axis.
-        schedules: The schedules that may run.
+        schedule: The schedule of the exchange.
         block_rows: Rows of a rank's block of the gathered or summed matrix.
         block_bytes: Bytes of that block; each rank sends it to or through every other.
         flops: Work that is pipelined with the communication.
@@ -65,7 +82,7 @@ class Problem:
     op: str
     axis: str
     num_ranks: int
-    schedules: tuple[str, ...]
+    schedule: str
     block_rows: int
     block_bytes: float
     flops: float
@@ -106,46 +123,20 @@ def unfused_seconds(problem: Problem, fabric: Fabric) -> float:
     return compute + problem.passes * (problem.num_ranks - 1) * fabric.transfer(problem.block_bytes)
 
 
-def schedules(op: str, family: Family, schedule: Schedule | None) -> tuple[str, ...]:
-    """Returns the schedules that a call may run: the one that is named, or those to pick from.
-
-    Raises:
-        KernelError: If the family has no schedule of that name.
-    """
-    if schedule is None:
-        return tuple(f"{family}/{name}" for name in PICKED[family])
-    if schedule not in FAMILIES[family]:
-        raise KernelError(
-            f"{op}: schedule={schedule!r} is none of {', '.join(FAMILIES[family])}, nor None, "
-            "which leaves the choice to the cost model."
-        )
-    return (f"{family}/{schedule}",)
-
-
-def backward_schedules(family: Family, forward: Schedule | None) -> tuple[str, ...]:
-    """Returns the schedules of a backward pass: a ring's is a ring, others are picked again."""
-    return schedules("backward", family, forward if forward == "ring" else None)
-
-
-def overlapped_seconds(problem: Problem, fabric: Fabric, choice: Choice) -> float:
+def overlapped_seconds(problem: Problem, fabric: Fabric, num_parts: int) -> float:
     """Predicts the time with overlap: the longer of all work, and all transfers plus one chunk.
 
     Where blocks are exchanged twice, two parts cannot be hidden behind the work: the last finished
     chunks, or the first addends. A fabric whose transfers need this rank's own cores gains only its
     share (`Fabric.overlap`) of that.
     """
-    num_parts = choice.num_parts
     num_chunks = problem.num_ranks * num_parts
     chunk = fabric.compute(problem.flops / num_chunks)
     work = num_chunks * chunk
     if problem.tail_flops:
         work += fabric.compute(problem.tail_flops)
     num_blocks = problem.num_ranks - 1
-    # Both directions at once: as many bytes over a rank's link, half of the waits for a message.
-    waits = problem.num_ranks // 2 if choice.schedule.endswith("/two-way") else num_blocks
-    part_travel = waits * fabric.transfer(0) + num_blocks * (
-        fabric.transfer(problem.block_bytes / num_parts) - fabric.transfer(0)
-    )
+    part_travel = num_blocks * fabric.transfer(problem.block_bytes / num_parts)
     travel = problem.passes * num_parts * part_travel
     trailing = (problem.passes - 1) * min(2, num_parts) * part_travel
     ideal = max(work + trailing, travel + chunk)
@@ -170,24 +161,10 @@ def candidates(problem: Problem, chunks: int | None) -> tuple[int, ...]:
 
 
 def best(problem: Problem, fabric: Fabric, parts: Sequence[int]) -> tuple[Choice, float]:
-    """Returns the choice with the shortest predicted time, and that time.
-
-    Prefers fewer parts on a tie, and the first schedule unless another gains at least MIN_GAIN.
-    """
-    seconds = {
-        Choice(schedule, num_parts): overlapped_seconds(
-            problem, fabric, Choice(schedule, num_parts)
-        )
-        for schedule in problem.schedules
-        for num_parts in parts
-    }
-
-    def rank(choice: Choice) -> tuple[float, int]:
-        is_first = choice.schedule == problem.schedules[0]
-        return seconds[choice] * (1 if is_first else 1 + MIN_GAIN), choice.num_parts
-
-    choice = min(seconds, key=rank)
-    return choice, seconds[choice]
+    """Returns the parts with the shortest predicted time, fewer on a tie, and that time."""
+    seconds = {num: overlapped_seconds(problem, fabric, num) for num in parts}
+    num_parts = min(seconds, key=lambda num: (seconds[num], num))
+    return Choice(problem.schedule, num_parts), seconds[num_parts]
 
 
 def decide(

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from shardmap_torch.core.torch_private.engine import has_kernel
 from shardmap_torch.kernels.algorithms import ChunkedDim
+from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.network import Collectives
-from shardmap_torch.kernels.planner import Options, Plan, Problem
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.transports.executor import Choice
+from shardmap_torch.kernels.planner import Fabric, Options, Plan, Problem
 
 CHOICE: Final = Choice("symmetric memory", 1)
 
@@ -160,7 +159,7 @@ def unsuited(op: str, by_features: bool, options: Options) -> str | None:
         ("it has no operator for matmul_all_reduce", op == "matmul_all_reduce"),
         ("the last dim is sharded", by_features),
         ("save_gathered=False gathers twice", not options.save_gathered),
-        ("a schedule is asked for", options.schedule is not None or options.chunks is not None),
+        ("chunks are asked for", options.chunks is not None),
     )
     return next((why for why, holds in reasons if holds), None)
 

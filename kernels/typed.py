@@ -9,11 +9,10 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, Checker, Form
 from shardmap_torch.kernels.autograd import KernelCall, Operands, Unfused
 from shardmap_torch.kernels.engine import Engine, Typed
+from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.network import Collectives
-from shardmap_torch.kernels.planner import Options, Plan, record
-from shardmap_torch.kernels.planning.cost import ASSUMED_GPU
+from shardmap_torch.kernels.planner import ASSUMED_GPU, Options, Plan, record
 from shardmap_torch.kernels.symmetric import Symmetric
-from shardmap_torch.kernels.transports.executor import Choice
 
 
 def typed_calls(

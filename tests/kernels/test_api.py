@@ -33,10 +33,9 @@ from shardmap_torch.kernels import (
 )
 from shardmap_torch.kernels.algorithms import gather_forward
 from shardmap_torch.kernels.endpoint import endpoint_of
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.transports.executor import Choice
-from shardmap_torch.kernels.transports.gloo import GlooTransport
-from shardmap_torch.kernels.transports.protocol import run
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.planner import Fabric
+from shardmap_torch.kernels.transport import GlooTransport, run
 from tests.kernels.support.calls import (
     BALANCED,
     CALLS,
@@ -279,15 +278,6 @@ def plans() -> dict[str, str]:
         x, w = torch.ones(512 * size, 8, requires_grad=True), torch.ones(8, 64)
         matmul_all_reduce(x, w, "tp", dst=R).sum().backward()
         found["backward of reduce"] = str(last_plan())
-        all_gather_matmul(torch.ones(512, 8), w, "tp", schedule="two-way")
-        found["two-way"] = str(last_plan())
-        matmul_reduce_scatter(x, w, "tp", schedule="ring", chunks=2)
-        found["ring"] = str(last_plan())
-        matmul_reduce_scatter(x, w, "tp", schedule="ring", chunks=2).sum().backward()
-        found["backward of ring"] = str(last_plan())
-        x = torch.ones(512, 8, requires_grad=True)
-        all_gather_matmul(x, w, "tp", schedule="ring", chunks=2).sum().backward()
-        found["the other way round"] = str(last_plan())
     with body(FAST_LINK):
         explain("nothing to hide", 512)
     with body(LOOPBACK):
@@ -311,13 +301,6 @@ def test_the_plan_tells_what_ran_and_why(gloo: Gloo) -> None:
         "reduce/direct/4 (the model predicts +6% from overlap)",
         "backward of reduce": "matmul_all_reduce backward over 'tp': "
         "sum/direct/4 (the model predicts +6% from overlap, required)",
-        "two-way": gather + "gather/two-way/4 (the model predicts +79% from overlap)",
-        "ring": "matmul_reduce_scatter over 'tp': "
-        "scatter/ring/2 (the model predicts +10% from overlap)",
-        "backward of ring": "matmul_reduce_scatter backward over 'tp': "
-        "gather/ring/2 (the model predicts +10% from overlap, required)",
-        "the other way round": "all_gather_matmul backward over 'tp': "
-        "scatter/ring/2 (the model predicts +62% from overlap, required)",
         "nothing to hide": gather + "unfused (the model predicts +1% from overlap)",
         "cannot be hidden": gather + "unfused (the model predicts +0% from overlap)",
     }
@@ -331,8 +314,6 @@ def mistakes() -> list[str]:
         lambda: all_gather_matmul(x, w, "tp", bias=torch.ones(3)),
         lambda: all_gather_matmul(x, w, "tp", chunks=5),
         lambda: all_gather_matmul(x, w, "tp", overlap="always"),  # type: ignore[call-overload]
-        lambda: all_gather_matmul(x, w, "tp", schedule="direct"),
-        lambda: matmul_reduce_scatter(x, w, "tp", schedule="two-way"),
         lambda: all_gather_matmul(x.to(torch.int32), w, "tp", overlap="require"),
     ]
     texts = []
@@ -354,10 +335,6 @@ def test_mistakes_are_told_with_their_numbers(gloo: Gloo) -> None:
         "be from "
         "1 to 4.",
         "all_gather_matmul: overlap='always' is none of auto, require, off.",
-        "all_gather_matmul: schedule='direct' is none of ring, two-way, nor None, which leaves the "
-        "choice to the cost model.",
-        "matmul_reduce_scatter: schedule='two-way' is none of direct, ring, nor None, which leaves "
-        "the choice to the cost model.",
         "all_gather_matmul over axis 'tp' cannot overlap: the operands are not of one floating "
         'dtype.\nFix: pass overlap="auto" to run the unfused composition where overlap is not '
         "possible.",

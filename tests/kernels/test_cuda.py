@@ -22,11 +22,9 @@ from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.kernels import last_plan, symmetric
 from shardmap_torch.kernels.algorithms import gather_forward, reduce_forward, scatter_forward
 from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
-from shardmap_torch.kernels.transports.executor import Choice
-from shardmap_torch.kernels.transports.nccl import NcclTransport, Work
-from shardmap_torch.kernels.transports.protocol import run
-from shardmap_torch.kernels.transports.staged import StagedTransport, pinned
-from shardmap_torch.kernels.transports.streams import CudaLanes, Lane
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.lanes import CudaLanes, Lane
+from shardmap_torch.kernels.transport import NcclTransport, StagedTransport, Work, pinned, run
 from tests.kernels.support.calls import CALLS, SHAPES, body, values_and_gradients
 from tests.kernels.support.symmetric import gather_of, scatter_of
 from tests.support.pool import Gloo, Pool
@@ -165,9 +163,9 @@ def kernels(t: NcclTransport, x: Tensor, long: Tensor, w: Tensor) -> list[Tensor
     outs, _ = run(gather_forward(t, x, [w], [None], 0, Choice("gather/ring", 2)))
     return [
         *outs,
-        run(gather_forward(t, x, [w], [None], 0, Choice("gather/two-way", 1)))[0][0],
+        run(gather_forward(t, x, [w], [None], 0, Choice("gather/ring", 1)))[0][0],
         run(scatter_forward(t, long, w, 0, Choice("scatter/direct", 2))),
-        run(scatter_forward(t, long, w, 0, Choice("scatter/ring", 3))),
+        run(scatter_forward(t, long, w, 0, Choice("scatter/direct", 3))),
         run(reduce_forward(t, long, w, Choice("reduce/direct", 2))),
     ]
 

@@ -42,7 +42,7 @@ def alike_and_not() -> list[int]:
                 lambda: gather(x, w, ["tp"]),
                 lambda: gather(x, w, "tp", overlap="require"),
                 lambda: gather(x, w, "tp", overlap="require", chunks=2),
-                lambda: gather(x, w, "tp", overlap="require", schedule="two-way"),
+                lambda: gather(x, w, "tp", overlap="require", chunks=2),
                 lambda: gather(x, w, "tp", overlap="require", save_gathered=False),
                 lambda: matmul_reduce_scatter(x, w, "tp"),
                 lambda: matmul_reduce_scatter(x, w, "tp", scatter_dim=1),

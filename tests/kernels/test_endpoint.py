@@ -11,10 +11,12 @@ import torch.distributed as dist
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.kernels import endpoint, symmetric
 from shardmap_torch.kernels.endpoint import OBSTACLES, Situation, endpoint_of, obstacle
-from shardmap_torch.kernels.transports.gloo import GlooTransport
-from shardmap_torch.kernels.transports.nccl import NcclTransport
-from shardmap_torch.kernels.transports.protocol import network_of
-from shardmap_torch.kernels.transports.staged import StagedTransport
+from shardmap_torch.kernels.transport import (
+    GlooTransport,
+    NcclTransport,
+    StagedTransport,
+    network_of,
+)
 from shardmap_torch.mesh import make_mesh
 from tests.support.pool import Gloo
 

@@ -17,10 +17,10 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.planning.schedule import Chunk, Message
-from shardmap_torch.kernels.transports.executor import Choice, Gather
-from shardmap_torch.kernels.transports.protocol import Channel, Steps, Transport
+from shardmap_torch.kernels.executor import Choice, Gather
+from shardmap_torch.kernels.planner import Fabric
+from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.transport import Channel, Steps, Transport
 from tests.kernels.support.virtual_network import VirtualNetwork, VirtualTransport
 from tests.support.fuzzing import sampled
 
@@ -88,14 +88,12 @@ def assert_all_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> No
         assert torch.equal(ours, truth)
 
 
-@pytest.mark.parametrize("schedule", ["gather/ring", "gather/two-way"])
 @every_case
 def test_gather_matmul_equals_the_matmul_of_the_whole(
     leading: tuple[int, ...],
     features: tuple[int, ...],
     dim: int,
     num_parts: int,
-    schedule: str,
     num_ranks: int,
 ) -> None:
     x = integers(*grown([*leading, *features], dim, num_ranks))
@@ -104,21 +102,19 @@ def test_gather_matmul_equals_the_matmul_of_the_whole(
     shards = blocks(x, num_ranks, dim)
 
     def kernel(transport: VirtualTransport) -> Steps[tuple[list[Tensor], Tensor]]:
-        choice = Choice(schedule, num_parts)
+        choice = Choice("gather/ring", num_parts)
         return gather_forward(transport, shards[transport.rank], ws, [bias, None], dim, choice)
 
     for (first, second), _ in VirtualNetwork(num_ranks, INSTANT).run(kernel):
         assert_all_equal([first, second], [x @ ws[0] + bias, x @ ws[1]])
 
 
-@pytest.mark.parametrize("schedule", ["scatter/direct", "scatter/ring"])
 @every_case
 def test_matmul_scatter_equals_the_block_of_the_sum(
     leading: tuple[int, ...],
     features: tuple[int, ...],
     dim: int,
     num_parts: int,
-    schedule: str,
     num_ranks: int,
 ) -> None:
     *rows, columns = grown([*leading, *features], dim, num_ranks)
@@ -127,7 +123,9 @@ def test_matmul_scatter_equals_the_block_of_the_sum(
 
     def kernel(transport: VirtualTransport) -> Steps[Tensor]:
         rank = transport.rank
-        return scatter_forward(transport, xs[rank], ws[rank], dim, Choice(schedule, num_parts))
+        return scatter_forward(
+            transport, xs[rank], ws[rank], dim, Choice("scatter/direct", num_parts)
+        )
 
     expected = sum((x @ w for x, w in zip(xs, ws, strict=True)), torch.tensor(0.0))
     actual = VirtualNetwork(num_ranks, INSTANT).run(kernel)
@@ -286,15 +284,7 @@ KERNELS: dict[str, tuple[Callable[..., Steps[object]], int]] = {
         lambda t, c: gather_forward(t, integers(8, 6), [integers(6, 6)], [None], 0, c),
         1,
     ),
-    "gather/two-way": (
-        lambda t, c: gather_forward(t, integers(8, 6), [integers(6, 6)], [None], 0, c),
-        1,
-    ),
     "scatter/direct": (
-        lambda t, c: scatter_forward(t, integers(8 * t.num_ranks, 5), integers(5, 6), 0, c),
-        1,
-    ),
-    "scatter/ring": (
         lambda t, c: scatter_forward(t, integers(8 * t.num_ranks, 5), integers(5, 6), 0, c),
         1,
     ),
@@ -352,22 +342,6 @@ def test_predicted_gather_time_is_the_longer_of_the_two_and_one_chunk(
     num_hops = (num_ranks - 1) * num_parts
     bound = max(num_ranks * num_parts * chunk, num_hops * hop + chunk)
     assert network.seconds == pytest.approx(bound, rel=0.02)
-
-
-@pytest.mark.parametrize("num_ranks", [3, 4, 8, 15])
-def test_the_two_way_ring_halves_the_time_where_both_directions_have_a_link(
-    num_ranks: int,
-) -> None:
-    seconds = {}
-    for schedule in ("gather/ring", "gather/two-way"):
-        network = VirtualNetwork(num_ranks, BALANCED, dedicated_links=True)
-        choice = Choice(schedule, 1)
-        x, ws = on_meta(512, 512), [on_meta(512, 1)]
-        network.run(partial(gather_forward, x=x, ws=ws, biases=[None], dim=0, choice=choice))
-        seconds[schedule] = network.seconds
-    steps = {"gather/ring": num_ranks - 1, "gather/two-way": num_ranks // 2}
-    expected = steps["gather/ring"] / steps["gather/two-way"]
-    assert seconds["gather/ring"] / seconds["gather/two-way"] == pytest.approx(expected, rel=0.02)
 
 
 def test_finishing_after_the_weight_gradient_hides_what_pipelining_alone_does_not() -> None:

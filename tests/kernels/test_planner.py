@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -19,10 +18,12 @@ from shardmap_torch.kernels.algorithms import (
     scatter_forward,
 )
 from shardmap_torch.kernels.calibrate import _pessimistic, measure
+from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.planner import (
     MAX_PARTS,
     MIN_GAIN,
     MIN_ROWS,
+    Fabric,
     Problem,
     best,
     candidates,
@@ -32,10 +33,7 @@ from shardmap_torch.kernels.planner import (
     overlapped_seconds,
     unfused_seconds,
 )
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.transports.executor import Choice
-from shardmap_torch.kernels.transports.gloo import GlooTransport
-from shardmap_torch.kernels.transports.protocol import Steps, Transport
+from shardmap_torch.kernels.transport import GlooTransport, Steps, Transport
 from tests.kernels.support.virtual_network import VirtualNetwork
 from tests.support.fuzzing import sampled
 from tests.support.pool import Pool
@@ -98,7 +96,7 @@ def problem(name: str, num_ranks: int) -> Problem:
         op=name,
         axis="'tp'",
         num_ranks=num_ranks,
-        schedules=(schedule,),
+        schedule=schedule,
         block_rows=ROWS,
         block_bytes=4.0 * ROWS * INNER,
         flops=piped * flops,
@@ -119,7 +117,7 @@ def test_the_formula_predicts_what_the_virtual_clock_shows(
     kernel, schedule, *_ = KERNELS[name]
     network = VirtualNetwork(num_ranks, fabric)
     network.run(lambda transport: kernel(transport, Choice(schedule, num_parts)))
-    predicted = overlapped_seconds(problem(name, num_ranks), fabric, Choice(schedule, num_parts))
+    predicted = overlapped_seconds(problem(name, num_ranks), fabric, num_parts)
     assert network.seconds == pytest.approx(predicted, rel=0.1)
 
 
@@ -128,7 +126,7 @@ def test_without_overlap_the_formula_is_the_unfused_one_and_more_launches() -> N
     for name in KERNELS:
         case = problem(name, 4)
         for parts in (1, 8):
-            slow = overlapped_seconds(case, alone, Choice(case.schedules[0], parts))
+            slow = overlapped_seconds(case, alone, parts)
             assert slow == pytest.approx(unfused_seconds(case, alone))
 
 
@@ -147,32 +145,6 @@ def test_more_parts_are_chosen_only_while_they_shorten_the_prediction() -> None:
     assert best(case, slow_launch, (1, 2, 4, 8))[0].num_parts == 1
     comm_bound = replace(fast_launch, flops=1e13, latency=0.0)
     assert best(case, comm_bound, (1, 2, 4, 8))[0].num_parts == 8
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "latency", "schedule"),
-    [
-        (8, 1e-4, "gather/two-way"),
-        (3, 1e-4, "gather/two-way"),
-        (2, 1e-4, "gather/ring"),
-        (8, 1e-7, "gather/ring"),
-    ],
-)
-def test_both_directions_are_used_where_the_waits_for_messages_are_long(
-    num_ranks: int, latency: float, schedule: str
-) -> None:
-    """With two ranks there is one direction, and with short waits nothing to gain."""
-    fabric = replace(FABRIC, latency=latency, flops=1e14)
-    case = replace(problem("gather", num_ranks), schedules=("gather/ring", "gather/two-way"))
-    choice, predicted = best(case, fabric, (1,))
-    assert choice == Choice(schedule, 1)
-    seconds = {}
-    for each in case.schedules:
-        network = VirtualNetwork(num_ranks, fabric)
-        network.run(partial(gather, c=Choice(each, 1)))
-        seconds[each] = network.seconds
-    assert seconds[schedule] <= min(seconds.values()) * (1 + MIN_GAIN)
-    assert seconds[schedule] == pytest.approx(predicted, rel=0.1)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.02, 0.05, 0.5, 1.0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch.kernels.transports.streams import Lane
+from shardmap_torch.kernels.lanes import Lane
 from tests.kernels.support.races import RaceDetector, RaceError
 
 COMPUTE, TRANSFER, HOST = Lane.COMPUTE, Lane.TRANSFER, Lane.HOST

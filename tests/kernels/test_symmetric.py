@@ -20,7 +20,7 @@ from shardmap_torch.kernels import (
     symmetric,
 )
 from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
-from shardmap_torch.kernels.planning.cost import ASSUMED_GPU
+from shardmap_torch.kernels.planner import ASSUMED_GPU
 from shardmap_torch.kernels.symmetric import SIGNATURES, GpuId, accepts
 from tests.kernels.support.calls import body, normal, values_and_gradients
 from tests.kernels.support.symmetric import gather_of, scatter_of
@@ -166,7 +166,6 @@ def plans() -> dict[str, str]:
         tell("last dim", matmul_reduce_scatter, x, w, scatter_dim=1)
         tell("again", all_gather_matmul, x, w, save_gathered=False)
         tell("chunks", all_gather_matmul, x, w, chunks=2)
-        tell("ring", matmul_reduce_scatter, x, w, schedule="ring")
         assert endpoint.fabric(x.dtype) is not ASSUMED_GPU  # `body` assumed another.
         assert endpoint.fabric(torch.int8) is ASSUMED_GPU
     with fused_body() as (_, endpoint):
@@ -193,8 +192,7 @@ def test_what_the_operators_cannot_do_our_schedules_do_and_the_plan_tells_why(gl
         "reduce": ("reduce/direct/1", because + "it has no operator for matmul_all_reduce)"),
         "last dim": ("scatter/direct/1", because + "the last dim is sharded)"),
         "again": ("gather/ring/1", because + "save_gathered=False gathers twice)"),
-        "chunks": ("gather/ring/2", because + "a schedule is asked for)"),
-        "ring": ("scatter/ring/1", because + "a schedule is asked for)"),
+        "chunks": ("gather/ring/2", because + "chunks are asked for)"),
         "refused": ("gather/ring/1", because + "ranks 0 and 1 are on different hosts)"),
     }
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from shardmap_torch.kernels import (
     matmul_reduce_scatter,
 )
 from shardmap_torch.kernels.endpoint import endpoint_of
-from shardmap_torch.kernels.planning.cost import Fabric
+from shardmap_torch.kernels.planner import Fabric
 
 # Communication about as long as computation for the shapes of `plans`, whatever this host does.
 BALANCED = Fabric(latency=1e-6, bandwidth=1e8, flops=6e9)
@@ -57,9 +56,7 @@ SHAPES = [
 Run = Callable[..., tuple[Tensor, ...]]
 
 
-def gather_call(
-    shape: Any, overlap: Any, chunks: int, save: bool, schedule: Any = None
-) -> tuple[Run, list[Tensor]]:
+def gather_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run, list[Tensor]]:
     leading, features, dim = shape
     size = dist.get_world_size()
     inner = features * size if dim in (-1, len(leading)) else features
@@ -74,7 +71,6 @@ def gather_call(
             bias=(b1, b2),
             gather_dim=dim,
             chunks=chunks,
-            schedule=schedule,
             save_gathered=save,
             overlap=overlap,
         )
@@ -82,9 +78,7 @@ def gather_call(
     return call, operands
 
 
-def scatter_call(
-    shape: Any, overlap: Any, chunks: int, save: bool, schedule: Any = None
-) -> tuple[Run, list[Tensor]]:
+def scatter_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run, list[Tensor]]:
     leading, features, dim = shape
     whole = [*leading, features]
     whole[dim] *= dist.get_world_size()
@@ -94,7 +88,7 @@ def scatter_call(
 
     def call(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         options = {"scatter_dim": dim, "bias": b, "chunks": chunks, "overlap": overlap}
-        return (matmul_reduce_scatter(x, w, "tp", schedule=schedule, **options),)
+        return (matmul_reduce_scatter(x, w, "tp", **options),)
 
     return call, operands
 
@@ -113,10 +107,7 @@ def reduce_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run,
 
 CALLS: dict[str, Callable[..., tuple[Run, list[Tensor]]]] = {
     "all_gather_matmul": gather_call,
-    "all_gather_matmul, ring": partial(gather_call, schedule="ring"),
-    "all_gather_matmul, two-way": partial(gather_call, schedule="two-way"),
     "matmul_reduce_scatter": scatter_call,
-    "matmul_reduce_scatter, ring": partial(scatter_call, schedule="ring"),
     "matmul_all_reduce": reduce_call,
 }
 

@@ -1,6 +1,6 @@
 """A race detector for kernels: their lanes as vector clocks, every access to memory held to them.
 
-`RaceDetector` stands for the streams of one rank (`kernels/transports/streams.py`). The kernels run
+`RaceDetector` stands for the streams of one rank (`kernels/lanes.py`). The kernels run
 as they are, on CPU tensors and in Python's order; the detector sees each operation and asks whether
 the lanes' marks alone would have ordered it after every access it conflicts with. Memory is watched
 element by element, so chunks of one matrix are different memory. What it refuses:
@@ -30,12 +30,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.planning.schedule import Chunk, Message
-from shardmap_torch.kernels.transports.nccl import NcclTransport
-from shardmap_torch.kernels.transports.protocol import Envelope, Steps, Transport
-from shardmap_torch.kernels.transports.staged import StagedTransport
-from shardmap_torch.kernels.transports.streams import Lane
+from shardmap_torch.kernels.lanes import Lane
+from shardmap_torch.kernels.planner import Fabric
+from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.transport import (
+    Envelope,
+    NcclTransport,
+    StagedTransport,
+    Steps,
+    Transport,
+)
 from tests.kernels.support.virtual_network import VirtualHandle, VirtualNetwork, VirtualTransport
 
 T = TypeVar("T")

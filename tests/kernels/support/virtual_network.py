@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError, listing
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.transports.protocol import Envelope, Handle, Steps, TagCounter
-from shardmap_torch.kernels.transports.streams import HOST_LANES, Lanes
+from shardmap_torch.kernels.lanes import HOST_LANES, Lanes
+from shardmap_torch.kernels.planner import Fabric
+from shardmap_torch.kernels.transport import Envelope, Handle, Steps, TagCounter
 
 T = TypeVar("T")
 
@@ -131,8 +131,8 @@ class VirtualNetwork:
             has one link to a switch.
 
     Example:
-        >>> from shardmap_torch.kernels.planning.schedule import Chunk, Message
-        >>> from shardmap_torch.kernels.transports.protocol import Channel
+        >>> from shardmap_torch.kernels.schedule import Chunk, Message
+        >>> from shardmap_torch.kernels.transport import Channel
         >>> def hello(transport):
         ...     channel = Channel.open(transport, "hello", num_parts=1)
         ...     message = Message(source=0, target=1, chunk=Chunk(0, 0), step=1)

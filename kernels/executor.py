@@ -10,7 +10,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.kernels.planning.schedule import (
+from shardmap_torch.kernels.lanes import Lane
+from shardmap_torch.kernels.schedule import (
     SCHEDULES,
     Await,
     Chunk,
@@ -23,8 +24,7 @@ from shardmap_torch.kernels.planning.schedule import (
     Send,
     chunk_rows,
 )
-from shardmap_torch.kernels.transports.protocol import Channel, Handle, Steps, Transport
-from shardmap_torch.kernels.transports.streams import Lane
+from shardmap_torch.kernels.transport import Channel, Handle, Steps, Transport
 
 Consume: TypeAlias = Callable[[slice, Tensor], None]
 """Multiplies rows of the gathered matrix, given as their position and their values."""
@@ -45,12 +45,6 @@ class Choice:
     def __str__(self) -> str:
         """Formats it as `gather/ring/4`."""
         return f"{self.schedule}/{self.num_parts}"
-
-    @classmethod
-    def read(cls, text: str) -> "Choice":
-        """Parses the result of `str`."""
-        schedule, num_parts = text.rsplit("/", 1)
-        return cls(schedule, int(num_parts))
 
 
 class Tiles(Protocol):
@@ -196,9 +190,8 @@ class Gather:
 class Scatter:
     """Sums the rows that every rank produces; keeps the own block, or all of them.
 
-    Addends are added in rank order 0..n-1 where the schedule is direct, so results do not depend
-    on arrival; bfloat16 and float16 addends are added in float32 and rounded once. On the ring a
-    sum takes on addends in travelling order and is rounded at each hop.
+    Addends are added in rank order 0..n-1, so results do not depend on arrival; bfloat16 and
+    float16 addends are added in float32 and rounded once.
 
     Args:
         transport: This rank's end of the network.
@@ -258,15 +251,11 @@ class Scatter:
         self._tiles[chunk] = self._produce(self._rows[chunk])
 
     def combine(self, chunk: Chunk) -> None:
-        """Adds in rank order: an own chunk into `out`, one that travels on into its tile."""
-        own = self._tiles[chunk]
+        """Adds an own chunk in rank order."""
+        own = self._tiles.pop(chunk)
         addends = self._addends.pop(chunk, {}) | {self._transport.rank: own}
-        is_own = chunk.owner == self._transport.rank
-        destination = self._destination(chunk) if is_own else own
-        _sum_into(destination, [addends[rank] for rank in sorted(addends)])
+        _sum_into(self._destination(chunk), [addends[rank] for rank in sorted(addends)])
         self._transport.charge(len(addends) * own.numel(), (len(addends) + 1) * own.nbytes)
-        if is_own:
-            del self._tiles[chunk]
 
     def _destination(self, chunk: Chunk) -> Tensor:
         rows = self._rows[chunk]
@@ -307,12 +296,9 @@ class Sum(Scatter):
 
 
 def _sum_into(destination: Tensor, addends: list[Tensor]) -> None:
-    """Adds left to right, in float32 where the addends are of lower precision.
-
-    `destination` may be one of the addends only when there are two (addition commutes).
-    """
+    """Adds left to right, in float32 where the addends are of lower precision."""
     if len(addends) == 1:
-        destination.copy_(addends[0])  # Nothing to do where it is the destination itself.
+        destination.copy_(addends[0])
     elif destination.dtype in LOW_PRECISION:
         total = addends[0].float()
         for addend in addends[1:]:

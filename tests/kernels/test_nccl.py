@@ -9,12 +9,17 @@ from torch import Tensor
 
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.algorithms import gather_forward, reduce_forward, scatter_forward
-from shardmap_torch.kernels.planning.schedule import SCHEDULES, Await, Chunk, Message, Program, Send
-from shardmap_torch.kernels.transports.executor import Choice
-from shardmap_torch.kernels.transports.gloo import GlooTransport
-from shardmap_torch.kernels.transports.nccl import NcclTransport, Permute
-from shardmap_torch.kernels.transports.protocol import Channel, Transport, run
-from shardmap_torch.kernels.transports.streams import HOST_LANES
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.lanes import HOST_LANES
+from shardmap_torch.kernels.schedule import SCHEDULES, Await, Chunk, Message, Program, Send
+from shardmap_torch.kernels.transport import (
+    Channel,
+    GlooTransport,
+    NcclTransport,
+    Permute,
+    Transport,
+    run,
+)
 from tests.support.pool import Gloo
 
 Kind = tuple[int, int, int]
@@ -70,9 +75,9 @@ def differences(num_ranks: int) -> list[float]:
         results.append(
             [
                 *outs,
-                run(gather_forward(t, x, [w], [None], 0, Choice("gather/two-way", 1)))[0][0],
+                run(gather_forward(t, x, [w], [None], 0, Choice("gather/ring", 1)))[0][0],
                 run(scatter_forward(t, long, w, 0, Choice("scatter/direct", 2))),
-                run(scatter_forward(t, long, w, 0, Choice("scatter/ring", 3))),
+                run(scatter_forward(t, long, w, 0, Choice("scatter/direct", 3))),
                 run(reduce_forward(t, tall, w, Choice("reduce/direct", 2))),
             ]
         )

@@ -8,12 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels.planning.cost import Fabric
-from shardmap_torch.kernels.planning.schedule import Chunk, Message
-from shardmap_torch.kernels.transports import gloo
-from shardmap_torch.kernels.transports.executor import Choice, Gather
-from shardmap_torch.kernels.transports.gloo import GlooTransport
-from shardmap_torch.kernels.transports.protocol import Channel, TagCounter
+from shardmap_torch.kernels import transport as module
+from shardmap_torch.kernels.executor import Choice, Gather
+from shardmap_torch.kernels.planner import Fabric
+from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.transport import Channel, GlooTransport, TagCounter
 from tests.kernels.support.virtual_network import VirtualNetwork
 
 TO_PEER = Message(source=0, target=1, chunk=Chunk(owner=0, part=3), step=2)
@@ -36,7 +35,7 @@ class Broken:
 
 @pytest.fixture
 def gloo_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "network_of", lambda group, device_type: "gloo")
+    monkeypatch.setattr(module, "network_of", lambda group, device_type: "gloo")
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
 
@@ -57,7 +56,7 @@ def test_a_failed_transfer_names_axis_step_chunk_and_peer(at_once: bool) -> None
 
 
 def test_a_group_that_is_not_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "network_of", lambda group, device_type: "nccl")
+    monkeypatch.setattr(module, "network_of", lambda group, device_type: "nccl")
     group: Any = object()
     with pytest.raises(KernelError) as caught:
         GlooTransport(group, "tp")

@@ -29,12 +29,17 @@ from shardmap_torch.kernels.algorithms import (
     scatter_forward,
 )
 from shardmap_torch.kernels.endpoint import endpoint_of
-from shardmap_torch.kernels.planning.schedule import SCHEDULES
-from shardmap_torch.kernels.transports.executor import Choice
-from shardmap_torch.kernels.transports.nccl import NcclTransport, Permute, batched
-from shardmap_torch.kernels.transports.protocol import Steps, Transport
-from shardmap_torch.kernels.transports.staged import StagedTransport
-from shardmap_torch.kernels.transports.streams import CudaLanes, Lane
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.lanes import CudaLanes, Lane
+from shardmap_torch.kernels.schedule import SCHEDULES
+from shardmap_torch.kernels.transport import (
+    NcclTransport,
+    Permute,
+    StagedTransport,
+    Steps,
+    Transport,
+    batched,
+)
 from tests.kernels.support.calls import body, normal
 from tests.kernels.support.races import (
     COMPUTE,
@@ -107,10 +112,8 @@ def sum_backward(t: Transport, parts: int) -> Steps[Any]:
 KERNELS: dict[str, Kernel] = {
     "gather/ring": partial(gather, "gather/ring", 0),
     "gather/ring by features": partial(gather, "gather/ring", 1),
-    "gather/two-way": partial(gather, "gather/two-way", 0),
     "scatter/direct": partial(scatter, "scatter/direct", 0),
     "scatter/direct by features": partial(scatter, "scatter/direct", 1),
-    "scatter/ring": partial(scatter, "scatter/ring", 0),
     "reduce/direct": reduce,
     "column backward": partial(column_backward, False),
     "column backward, gathered again": partial(column_backward, True),

@@ -7,13 +7,11 @@ Vocabulary: a *block* is what one rank owns of a matrix whose rows are sharded o
 each block is split into `num_parts` *chunks*, the unit that is sent and multiplied.
 
     gather/ring      blocks travel to the next rank, forwarded before they are multiplied
-    gather/two-way   half of the distance in each direction: half the steps, both directions busy
     scatter/direct   a partial sum goes straight to its owner, which adds all of them in rank order
-    scatter/ring     a partial sum travels and collects one addend a step
     reduce/direct    scatter/direct, and each finished chunk is sent to everyone at once
     sum/direct       an all-reduce of addends that exist already; finished chunks are multiplied
 
-Source: ring all-gather and reduce-scatter from Patarasuk and Yuan 2009; overlapping them with the
+Source: ring all-gather from Patarasuk and Yuan 2009; overlapping them with the
 matmul from Wang et al. 2023 ("Overlap communication with dependent computation"), section 3.
 """
 
@@ -108,60 +106,29 @@ def _chunks(owner: int, num_parts: int) -> Iterator[Chunk]:
     return (Chunk(owner, part) for part in range(num_parts))
 
 
-def _ring_hop(rank: int, num_ranks: int, direction: int, distance: int, part: int) -> Message:
-    """Returns the message that reaches `rank` after `distance` hops in `direction`."""
-    owner = (rank - direction * distance) % num_ranks
-    source = (rank - direction) % num_ranks
-    return Message(source, rank, Chunk(owner, part), distance)
+def gather_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
+    """Builds a ring all-gather: own chunks first; each arrival is forwarded, then multiplied."""
+    before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
 
+    def forwarded(distance: int, part: int) -> Send:
+        return Send(Message(rank, after, Chunk((after - distance) % num_ranks, part), distance))
 
-def _gather(rank: int, num_ranks: int, num_parts: int, reach: Mapping[int, int]) -> Program:
-    """Builds an all-gather: own chunks first; each arrival is forwarded, then multiplied.
+    def arrival(distance: int, part: int) -> Iterator[Instruction]:
+        chunk = Chunk((rank - distance) % num_ranks, part)
+        yield Await(Message(before, rank, chunk, distance))
+        if distance < num_ranks - 1:
+            yield forwarded(distance + 1, part)
+        yield Multiply(chunk)
 
-    Args:
-        rank: The rank whose program this is.
-        num_ranks: Ranks on the axis.
-        num_parts: Chunks per block.
-        reach: Hops that a block travels in each direction (+1: to the next rank).
-    """
-
-    def forwarded(direction: int, distance: int, part: int) -> Message:
-        target = (rank + direction) % num_ranks
-        return _ring_hop(target, num_ranks, direction, distance, part)
-
-    def arrival(direction: int, distance: int, part: int) -> Iterator[Instruction]:
-        message = _ring_hop(rank, num_ranks, direction, distance, part)
-        yield Await(message)
-        if distance < reach[direction]:
-            yield Send(forwarded(direction, distance + 1, part))
-        yield Multiply(message.chunk)
-
-    own_sends = tuple(
-        Send(forwarded(direction, 1, part))
-        for part in range(num_parts)
-        for direction, hops in reach.items()
-        if hops
-    )
+    own_sends = tuple(forwarded(1, part) for part in range(num_parts) if num_ranks > 1)
     arrivals = tuple(
         instruction
-        for distance in range(1, max(reach.values()) + 1)
+        for distance in range(1, num_ranks)
         for part in range(num_parts)
-        for direction, hops in reach.items()
-        if distance <= hops
-        for instruction in arrival(direction, distance, part)
+        for instruction in arrival(distance, part)
     )
     own = tuple(Multiply(chunk) for chunk in _chunks(rank, num_parts))
     return Program(_posts(arrivals) + own_sends, own + arrivals)
-
-
-def gather_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Builds a ring all-gather: each rank sends (num_ranks - 1) blocks to the next rank."""
-    return _gather(rank, num_ranks, num_parts, {1: num_ranks - 1})
-
-
-def gather_two_way(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Builds a ring all-gather in both directions: as many bytes in half as many steps."""
-    return _gather(rank, num_ranks, num_parts, {1: num_ranks // 2, -1: (num_ranks - 1) // 2})
 
 
 def _addend(source: int, target: int, num_ranks: int, part: int) -> Message:
@@ -193,33 +160,6 @@ def scatter_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
     start += [Multiply(chunk) for chunk in _chunks(rank, num_parts)]
     finish = tuple(i for part in range(num_parts) for i in _collect(rank, num_ranks, part))
     return Program(_posts(finish) + tuple(start), finish)
-
-
-def scatter_ring(rank: int, num_ranks: int, num_parts: int) -> Program:
-    """Builds a ring reduce-scatter: the sum of chunk `o` starts at rank o + 1, ends at rank o."""
-
-    def incoming(step: int, part: int) -> Message:
-        return Message(
-            (rank - 1) % num_ranks, rank, Chunk((rank - 1 - step) % num_ranks, part), step
-        )
-
-    def collect(step: int, part: int) -> tuple[Instruction, ...]:
-        message = incoming(step, part)
-        first = (Await(message),) if step else ()  # At step 0 nothing has travelled yet.
-        return (*first, Combine(message.chunk))
-
-    def outgoing(step: int, part: int) -> Message:
-        chunk = Chunk((rank - 1 - step) % num_ranks, part)
-        return Message(rank, (rank + 1) % num_ranks, chunk, step + 1)
-
-    travelling: list[Instruction] = []
-    for step in range(num_ranks - 1):
-        for part in range(num_parts):
-            send = outgoing(step, part)
-            travelling += [Multiply(send.chunk), *collect(step, part), Send(send)]
-    own = tuple(Multiply(chunk) for chunk in _chunks(rank, num_parts))
-    finish = tuple(i for part in range(num_parts) for i in collect(num_ranks - 1, part))
-    return Program(_posts((*travelling, *finish)) + tuple(travelling) + own, finish)
 
 
 def _finished(source: int, target: int, num_ranks: int, part: int) -> Message:
@@ -299,9 +239,7 @@ def sum_direct(rank: int, num_ranks: int, num_parts: int) -> Program:
 
 SCHEDULES: Mapping[str, Builder] = {
     "gather/ring": gather_ring,
-    "gather/two-way": gather_two_way,
     "scatter/direct": scatter_direct,
-    "scatter/ring": scatter_ring,
     "reduce/direct": reduce_direct,
     "sum/direct": sum_direct,
 }

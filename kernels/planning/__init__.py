@@ -1,1 +1,0 @@
-"""Planning of overlapped kernels: schedules as data, and the cost model."""

@@ -1,1 +1,0 @@
-"""Transports of the overlapped kernels: point-to-point messages over gloo, NCCL or host memory."""
