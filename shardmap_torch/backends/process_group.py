@@ -336,4 +336,4 @@ WIRE: Final[Mapping[str, OnWire]] = {
     "broadcast": _broadcast,
     "sum_mask": _sum_mask,
 }
-"""What movements do on the communicator of a line."""
+"""Functions of movements on the communicator of a line."""

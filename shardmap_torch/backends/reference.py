@@ -227,4 +227,4 @@ REFERENCE: Final[Mapping[str, Callable[[Collective, Stack], Stack]]] = MappingPr
         "same": _same,
     }
 )
-"""What each movement does to the values of all ranks."""
+"""Functions of movements on the values of all ranks."""

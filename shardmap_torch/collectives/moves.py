@@ -95,7 +95,7 @@ class Movement:
 
     @property
     def sums(self) -> bool:
-        """Whether it is an all-reduce: entry by entry, so that several tensors may go as one."""
+        """Returns whether it is an all-reduce: entry by entry, so that tensors may go as one."""
         return self.adds and self.equal
 
 
