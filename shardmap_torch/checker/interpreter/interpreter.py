@@ -236,15 +236,13 @@ class Interpreter(Memory):
             raise messages.error(self, head, [], "cast one of them.")
         try:
             out = run_fake(self.fake, key, op, args, kwargs)
-        except (
-            DataDependentOutputException,
-            DynamicOutputShapeException,
-            UnsupportedOperatorException,
-        ) as error:
+        except DynamicOutputShapeException as error:
+            head = f"the shape of what {_name(op)} gives depends on data."
+            advice = SIZED_BY_DATA.get(_name(op), "use an operation whose result has a known shape.")
+            raise messages.error(self, head, [], advice) from error
+        except (DataDependentOutputException, UnsupportedOperatorException) as error:
             head = f"{_name(op)} cannot be interpreted without data ({type(error).__name__})."
-            advice = SIZED_BY_DATA.get(
-                _name(op), "use an operation whose result has a known shape, or check=False."
-            )
+            advice = "use an operation that needs none, or check=False."
             raise messages.error(self, head, [], advice) from error
         if any(made.layout is not torch.strided for _, made in _results(out)):
             head = f"{_name(op)} gives a tensor that is not strided, and no other ones are typed."
