@@ -9,7 +9,7 @@ through which no gradient can flow.
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from shardmap_torch.checker.interpreter import gradients, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.recall import Found, find, repeat
+from shardmap_torch.checker.interpreter.operations import Operations
 from shardmap_torch.checker.ir.addresses import ADDRESSES
-from shardmap_torch.checker.ir.decompositions import interpreted
 from shardmap_torch.checker.ir.generator_state import guarding_generator_state
 from shardmap_torch.checker.ir.rank_only import (
     GRAD_FN,
@@ -35,11 +34,9 @@ from shardmap_torch.checker.ir.rank_only import (
     without_rule,
 )
 from shardmap_torch.checker.ir.sizes import as_numbers
-from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.table import METADATA, rewritten
 from shardmap_torch.checker.rules.infer import tensors_of
-from shardmap_torch.checker.rules.registry import MEANINGS
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import base_of, tangents
@@ -47,8 +44,6 @@ from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
-    HigherOrderOperator,
-    UncompiledMode,
     custom_function_call,
     forward_level,
     function_mode_stack,
@@ -62,7 +57,6 @@ from shardmap_torch.errors import ShardTypeError, TransformError
 
 _PLAINLY: Final = nullcontext()
 _TAKES_GRADIENT: Final = gradient_of_transform.__code__
-_DEVICE: Final = torch.ops.prim.device.default
 
 
 class _Current(threading.local):
@@ -87,7 +81,7 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         # Its search for NaN reads numbers from cotangents.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(interpreter.fake)
-        stack.enter_context(_Operations(interpreter))
+        stack.enter_context(Operations(interpreter))
         stack.enter_context(_Functions(interpreter))
         stack.enter_context(_quiet())
         stack.enter_context(
@@ -120,52 +114,6 @@ def _differentiable_somewhere(tensor: Tensor) -> bool:
         if not functorch.is_functorch_wrapped_tensor(tensor):
             return False
         tensor = functorch.get_unwrapped(tensor)
-
-
-class _Operations(UncompiledMode):
-    """Dispatch mode that passes every ATen operation to the interpreter."""
-
-    supports_higher_order_operators = True  # so that they get an error of ours
-
-    def __init__(self, interpreter: Interpreter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._interpreter = interpreter
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Autograd asks for devices three times as often as it runs operations.
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
-        interpreter = self._interpreter
-        try:
-            found = find(interpreter, func, args, kwargs)
-            if found is not None and found.outcome is not None:
-                out = repeat(interpreter, func, args, kwargs, found)
-                if out is not NotImplemented:
-                    return out
-            if func not in MEANINGS:
-                return self._call(func, args, kwargs or {}, found)
-        except (ShardTypeError, TransformError) as error:
-            interpreter.failing.record(error)
-            raise
-        with interpreter.decomposing():
-            return interpreted(func, args, kwargs or {}, self)
-
-    def _call(self, func: Any, args: Any, kwargs: Any, found: Found | None) -> Any:
-        if isinstance(func, HigherOrderOperator):
-            raise _unknown(self._interpreter.name, func)
-        if func.namespace in distributed.NAMESPACES:
-            out = distributed.typed_call(self._interpreter, func, args, self)
-            if out is not NotImplemented:
-                return out
-        return self._interpreter.call(func, args, kwargs, found)
-
-
-def _unknown(name: str, func: HigherOrderOperator) -> ShardTypeError:
-    return ShardTypeError(
-        f"{name}: {func} is called at {call_site()}, and operators that call functions are not "
-        "interpreted.\nFix: branch on x.item(), of which both branches are checked, write the "
-        "loop in Python, or use torch.where."
-    )
 
 
 class _Functions(TorchFunctionMode):
@@ -334,41 +282,28 @@ def _ending(outputs: Sequence[Any]) -> int | None:
 
 
 def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    given = {**dict(zip(("self", "gradient"), args, strict=False)), **kwargs}
-    output = given.pop("self")
-    given_seeds = given.pop("gradient", None)
-    inputs = args[4] if len(args) > 4 else given.get("inputs")
+    """Interprets `Tensor.backward`, which is `torch.autograd.backward` of one value."""
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given |= {name: given.pop(own) for own, name in _RENAMED if own in given}
+    _several_backward(interpreter, torch.autograd.backward, (), given)
 
-    def run(seeds: Sequence[Tensor | None]) -> None:
-        func(output, *seeds, *args[2:], **given)
 
-    _fill_fields(interpreter, run, [output], [given_seeds], _as_tuple(inputs))
+_RENAMED: Final = (("self", "tensors"), ("gradient", "grad_tensors"))
+"""Names of arguments of `Tensor.backward`, and of `torch.autograd.backward`."""
 
 
 def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    """Interprets `torch.autograd.backward` of several values at once."""
-    given = {**dict(zip(("tensors",), args, strict=False)), **kwargs}
+    """Interprets `torch.autograd.backward`, which adds gradients to `.grad`."""
+    names = ("tensors", "grad_tensors")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest = args[len(names) :]
     outputs = _as_tuple(given.pop("tensors"))
     listed = given.pop("grad_tensors", None)
     given_seeds = (None,) * len(outputs) if listed is None else _as_tuple(listed)
     if len(given_seeds) != len(outputs) or not all(isinstance(x, Tensor) for x in outputs):
-        func(*args, **kwargs)  # torch says what is wrong
-        return
-
-    def run(seeds: Sequence[Tensor | None]) -> None:
-        func(outputs, seeds, **given)
-
-    _fill_fields(interpreter, run, outputs, given_seeds, _as_tuple(given.get("inputs")))
-
-
-def _fill_fields(
-    interpreter: Interpreter,
-    run: Callable[[Sequence[Tensor | None]], None],
-    outputs: Sequence[Tensor],
-    given_seeds: Sequence[Tensor | None],
-    inputs: Sequence[Tensor | None],
-) -> None:
-    """A backward that adds gradients to `.grad`; `run` takes its seeds."""
+        return func(*args, **kwargs)  # torch says what is wrong
+    inputs = _as_tuple(given.get("inputs"))
     if not all(x.is_leaf for x in inputs if isinstance(x, Tensor)):
         raise ShardTypeError(
             f"{interpreter.name}: backward() at {call_site()} names a tensor in inputs= that is no "
@@ -384,21 +319,21 @@ def _fill_fields(
         )
     watch(interpreter, outputs)
     if interpreter.goes_on(given_seeds):
-        run(given_seeds)
-        return
+        return func(outputs, given_seeds, *rest, **given)
     seeds = list(map(partial(gradients.seed, interpreter), outputs, given_seeds))
     interpreter.traits.takes_gradients = True
     interpreter.needs_ranks("backward")
     with DisableTorchFunction():
         before = [leaf.grad for leaf in leaves]
     with interpreter.differentiating(seeds):
-        run(seeds)
+        func(outputs, seeds, *rest, **given)
     for leaf in leaves:
         gradients.check_gradient(interpreter, leaf, leaf.grad)
     gradients.hand_over_fields(interpreter, leaves, set(map(id, before)))
     grads = [leaf.grad for leaf in leaves]
     interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)
     gradients.sum_fields_by_repair(interpreter, leaves)
+    return None
 
 
 def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:

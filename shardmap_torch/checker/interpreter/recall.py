@@ -1,6 +1,6 @@
 """Types a call like an equal one that came before: layers of a network repeat the same calls.
 
-New calls, and calls in rare states of the interpretation, are typed by `Interpreter.call`, which
+New calls, and calls in rare states of the interpretation, are typed by `operations`, which
 also raises every error.
 """
 
@@ -90,7 +90,7 @@ def _situation(interpreter: "Interpreter", found: Found, known: Known) -> Situat
         _, number, freed = number_of(storage_type.types)
         read = number
         if number != freed and not (storage_type.tasks and interpreter.is_cotangent(storage_type)):
-            # As `Memory.types` and `Interpreter._type` have it.
+            # As `TypeStore.types` and `result_types` have it.
             if not known.is_real or not interpreter.flows(tensor):
                 read = freed
         situation += (number, read, storage_type.batched_over)
@@ -164,7 +164,7 @@ def _store(
     made: Sequence[Tensor],
     storages: Sequence[int],
 ) -> None:
-    """Types the results, as `Interpreter._store` does."""
+    """Types the results, as `operations._store` does."""
     assert found.known is not None  # by `repeat`
     assert found.outcome is not None
     types, batched_over = found.outcome

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.result_types import result_types
 from shardmap_torch.checker.ir.program import Equation, use_of
-from shardmap_torch.checker.ir.repairs import Op, Place, Repair
+from shardmap_torch.checker.ir.repairs import Op, Place, Repair, propose
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import bind
@@ -20,7 +21,7 @@ from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.errors import show_shape
+from shardmap_torch.errors import ShardTypeError, show_shape
 from shardmap_torch.types import I, Partial
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
@@ -36,7 +37,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     Raises:
         ShardTypeError: the ranks would get different values.
     """
-    repaired = interpreter.check_value(op, arguments)
+    repaired = _check(interpreter, op, arguments)
     tensors = [x for value in arguments.values() for x in tensors_of(value)]
     interpreter.copies.reject_stale(interpreter.name, tensors)
     if repaired is not None:
@@ -54,6 +55,21 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
         interpreter.add(Equation(f"{number.text} = {name}", tuple(uses), (), site, backward))
         interpreter.observer.on_python_value(name, tensors)
     return number
+
+
+def _check(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]) -> Op | None:
+    """Requires that a Python value, or a shape, read from tensors is equal on all ranks.
+
+    Returns the op by which the repair that is tried reduces the tensors first, or None.
+    """
+    place = interpreter.places.next(interpreter.site()[0])
+    if place in interpreter.repair.values:
+        return interpreter.repair.values[place]
+    try:
+        result_types(interpreter, op, arguments, [])
+    except ShardTypeError as error:
+        raise propose(error, list(proposals(interpreter, place, arguments))) from None
+    return None
 
 
 def _reduced(interpreter: "Interpreter", x: Tensor, op: Op) -> Tensor:
@@ -88,7 +104,7 @@ def take_for_torch(interpreter: "Interpreter", op: OpOverload, arguments: Mappin
     None if the operation returns a tensor.
     """
     if op not in _TAKEN:
-        interpreter.check_value(op, arguments)
+        _check(interpreter, op, arguments)
         return None
     value = take(interpreter, op, arguments)
     if type(value) is not SymbolicNumber:

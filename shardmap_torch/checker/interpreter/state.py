@@ -51,7 +51,7 @@ def kept(does: str) -> ShardTypeError:
     )
 
 
-class Memory:
+class TypeStore:
     """The types of all tensors of one interpretation, which views of one storage share.
 
     Attributes:
@@ -360,10 +360,10 @@ class Memory:
 
     def fakify(self, tensor: Tensor) -> Tensor:
         """Returns the fake of a tensor, which may be closed over."""
-        fake: Tensor = self._fakify_value(tensor)
+        fake: Tensor = self.fakify_value(tensor)
         return fake
 
-    def _fakify_value(self, value: Any) -> Any:
+    def fakify_value(self, value: Any) -> Any:
         """Replaces closed-over tensors by fakes of type K, also in lists."""
         if type(value) is FakeTensor and value.fake_mode is self.fake:
             return value
@@ -376,7 +376,7 @@ class Memory:
                 raise kept(f"{self.name}: at {call_site()} the body uses")
             return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-            return [self._fakify_value(item) for item in value]
+            return [self.fakify_value(item) for item in value]
         return value
 
     def _fakify_tensor(self, real: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import I, P, R, all_reduce, convert, make_mesh, shard_map, trace
-from shardmap_torch.checker.interpreter import modes
+from shardmap_torch.checker.interpreter import operations
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.rules import infer
 from shardmap_torch.errors import ShardTypeError
@@ -96,19 +96,19 @@ def test_programs_and_errors_are_those_of_calls_typed_anew(
     body: Callable[..., Tensor], out: P, strictness: str
 ) -> None:
     found = text(body, out, strictness)
-    with patch.object(modes, "find", lambda *args: None):
+    with patch.object(operations, "find", lambda *args: None):
         assert found == text(body, out, strictness)
 
 
 def test_only_one_of_equal_layers_is_typed_anew() -> None:
     calls = []
-    call = Interpreter.call
+    call = operations._interpret
 
     def noting(self: Interpreter, op: Any, *args: Any) -> Any:
         calls.append(op)
         return call(self, op, *args)
 
-    with patch.object(Interpreter, "call", noting):
+    with patch.object(operations, "_interpret", noting):
         text(layers, P("dp"), "local")
     assert calls.count(torch.ops.aten.relu.default) == 1
     assert 1 <= calls.count(torch.ops.aten.mm.default) < 4 * 6
@@ -121,13 +121,13 @@ def test_only_one_of_equal_layers_is_typed_anew() -> None:
 )
 def test_calls_without_tensors_or_draws_are_remembered(name: str, count: int) -> None:
     calls = []
-    call = Interpreter.call
+    call = operations._interpret
 
     def noting(self: Interpreter, op: Any, *args: Any) -> Any:
         calls.append(op._schema.name)
         return call(self, op, *args)
 
-    with patch.object(Interpreter, "call", noting):
+    with patch.object(operations, "_interpret", noting):
         text(promoted, P("dp"), "local")
     assert calls.count(f"aten::{name}") == count
 

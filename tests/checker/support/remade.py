@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 from shardmap_torch.checker.calls import fake_results
-from shardmap_torch.checker.interpreter import interpreter, modes, recall
+from shardmap_torch.checker.interpreter import operations, recall, result_types
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.recall import Found
 from shardmap_torch.checker.rules import infer
@@ -101,7 +101,7 @@ def _comparisons(counts: Counter[str]) -> Iterator[None]:
 @contextmanager
 def _calls(counts: Counter[str]) -> Iterator[None]:
     """Types of results of calls, and their metadata."""
-    call, type_, learn = Interpreter.call, Interpreter._type, recall.learn
+    call, type_, learn = operations._interpret, result_types.result_types, recall.learn
     expected: list[Found | None] = [None]
 
     def call_anew(
@@ -125,10 +125,10 @@ def _calls(counts: Counter[str]) -> Iterator[None]:
         learn(self, found, op, *rest)
 
     with (
-        patch.object(modes, "repeat", lambda *args: NotImplemented),
-        patch.object(Interpreter, "call", call_anew),
-        patch.object(Interpreter, "_type", type_anew),
-        patch.object(interpreter, "learn", learn_again),
+        patch.object(operations, "repeat", lambda *args: NotImplemented),
+        patch.object(operations, "_interpret", call_anew),
+        patch.object(operations, "result_types", type_anew),
+        patch.object(operations, "learn", learn_again),
     ):
         yield
 
@@ -172,7 +172,7 @@ def _results(counts: Counter[str]) -> Iterator[None]:
         require(f"metadata of {op}", known, fake_results._describe(out, args))
         return out
 
-    with patch.object(interpreter, "run_fake", run_anew):
+    with patch.object(operations, "run_fake", run_anew):
         yield
 
 

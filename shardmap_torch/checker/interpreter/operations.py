@@ -1,0 +1,368 @@
+"""The life of one ATen operation of a body, from torch's dispatch to its equation.
+
+The file reads from top to bottom as an operation passes through it:
+
+1. `Operations.__torch_dispatch__` is called by torch. It repeats equal calls (`recall`), and takes
+   operators apart that have a decomposition.
+2. `_interpret` refuses what has no place in a body, replaces closures by fakes, takes Python values
+   (`scalars`), and refuses writes into what is read-only.
+3. `_run` makes the results, on fake tensors.
+4. `result_types` types them, by the operator's row.
+5. `_store` writes the types into the store, and adds the equation to the program.
+6. Back in `_interpret`, those are told who follow operations: copies, `recall`, the observer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.checker.calls.fake_results import Key, key_of, run_fake
+from shardmap_torch.checker.calls.remembered import forget_written
+from shardmap_torch.checker.interpreter import messages, scalars
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.recall import Found, find, learn, repeat
+from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
+from shardmap_torch.checker.interpreter.user_code import reject_unseen
+from shardmap_torch.checker.ir.decompositions import interpreted
+from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
+from shardmap_torch.checker.ir.own_functions import name_of_own
+from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
+from shardmap_torch.checker.ir.rank_only import rank_only_part
+from shardmap_torch.checker.rewrites import distributed
+from shardmap_torch.checker.rules.builders import overloads
+from shardmap_torch.checker.rules.infer import (
+    Types,
+    branches,
+    is_real,
+    name_arguments,
+    named_tensors,
+    signature_of,
+    tensors_of,
+    writes_of,
+)
+from shardmap_torch.checker.rules.lattice import add, join
+from shardmap_torch.checker.rules.reasons import SIZED_BY_DATA
+from shardmap_torch.checker.rules.registry import MEANINGS, row_of
+from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
+from shardmap_torch.core.autograd_state import running_backward
+from shardmap_torch.core.functorch import Token
+from shardmap_torch.core.hashing import numbers_of
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.storage import covers_storage
+from shardmap_torch.core.torch_private.engine import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    UncompiledMode,
+    UnsupportedOperatorException,
+    disable_current_modes,
+)
+from shardmap_torch.errors import ShardTypeError, TransformError
+from shardmap_torch.types import K
+
+_DEVICE: Final = torch.ops.prim.device.default
+_SILENT: Final = ("prim", "profiler")  # they read no values
+_SIZES: Final = (
+    torch.ops.aten.is_same_size.default,
+    torch.ops.aten._has_same_storage_numel.default,
+)
+"""Questions about sizes alone, as forward mode asks of tangents."""
+
+_LITERAL: Final = torch.ops.aten.lift_fresh.default
+_BITS: Final = torch.ops.aten.view.dtype
+_ONE_DTYPE: Final = overloads("mm bmm addmm baddbmm mv dot")
+"""Operations that reject operands of several dtypes, except on fake tensors."""
+
+
+# ----------------------------------------------------------------------------------- dispatched
+
+
+class Operations(UncompiledMode):
+    """Dispatch mode that interprets every ATen operation."""
+
+    supports_higher_order_operators = True  # so that they get an error of ours
+
+    def __init__(self, interpreter: Interpreter) -> None:
+        """Interprets them for one interpretation of a body."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._interpreter = interpreter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Interprets one operation."""
+        # Autograd asks for devices three times as often as it runs operations.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        interpreter = self._interpreter
+        try:
+            found = find(interpreter, func, args, kwargs)
+            if found is not None and found.outcome is not None:
+                out = repeat(interpreter, func, args, kwargs, found)
+                if out is not NotImplemented:
+                    return out
+            if func not in MEANINGS:
+                return self._call(func, args, kwargs or {}, found)
+        except (ShardTypeError, TransformError) as error:
+            interpreter.failing.record(error)
+            raise
+        # Not under `try`: its operations come back to this mode, which records their errors.
+        with interpreter.decomposing():
+            return interpreted(func, args, kwargs or {}, self)
+
+    def _call(self, func: Any, args: Any, kwargs: Any, found: Found | None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise ShardTypeError(
+                f"{self._interpreter.name}: {func} is called at {call_site()}, and operators that "
+                "call functions are not interpreted.\nFix: branch on x.item(), of which both "
+                "branches are checked, write the loop in Python, or use torch.where."
+            )
+        if func.namespace in distributed.NAMESPACES:
+            out = distributed.typed_call(self._interpreter, func, args, self)
+            if out is not NotImplemented:
+                return out
+        return _interpret(self._interpreter, func, args, kwargs, found)
+
+
+# ---------------------------------------------------------------------------------- interpreted
+
+
+def _interpret(
+    interpreter: Interpreter,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    found: Found | None,
+) -> Any:
+    """Types one ATen operation, and runs it on fake tensors; `found` is from `recall.find`."""
+    # Before all else: also a write while the interpreter is paused ends what is known of a tensor.
+    forget_written(op, args, kwargs)
+    if interpreter.is_paused or op.namespace in _SILENT or op in _SIZES:
+        key = None if interpreter.is_symbolic else key_of(op, args, kwargs)
+        return run_fake(interpreter.fake, key, op, args, kwargs)
+    _reject_misplaced(interpreter, op)
+    if op is _LITERAL and not isinstance(args[0], FakeTensor):
+        return _lift(interpreter, op, args[0])
+    args = [interpreter.fakify_value(value) for value in args]
+    kwargs = {name: interpreter.fakify_value(value) for name, value in kwargs.items()}
+    arguments = name_arguments(op, args, kwargs)
+    # Python values have no fake: they are symbols, or branches of which both ways are taken.
+    if branches(signature_of(op), arguments):
+        value = scalars.take_for_torch(interpreter, op, arguments)
+        if value is not None:
+            return value
+    interpreter.needs_ranks(rank_only_part(op, arguments))
+    writes = writes_of(op, arguments)
+    for name in writes:
+        _reject_read_only(interpreter, op, arguments[name])
+    # Taken before the run, which may write into the operands.
+    seen: tuple[OpOverload, Mapping[str, Any]] = op, arguments
+    if interpreter.observer is not UNOBSERVED:
+        with interpreter.paused():
+            seen = standing(op, arguments)
+    key = None if interpreter.is_symbolic else key_of(op, args, kwargs)
+    out = _run(interpreter, op, args, kwargs, key)
+    # A view has the type of its storage, and needs no rule; the bits of a sum have no type.
+    is_view = not writes and _is_known(interpreter, out) and op is not _BITS
+    types = [] if is_view else result_types(interpreter, op, arguments, _results_of(out))
+    _store(interpreter, op, arguments, out, types)
+    interpreter.copies.follow(interpreter, arguments, [*_written(op, arguments)], out, is_view)
+    learn(interpreter, found, op, args, arguments, key)
+    # The last, since it may ask for the types of the results.
+    interpreter.observer.on_call(*seen, out, found.call.key if found and not writes else None)
+    return out
+
+
+def _reject_misplaced(interpreter: Interpreter, op: OpOverload) -> None:
+    """Refuses raw torch.distributed, and operations of backwards that nobody has seen start."""
+    if op.namespace in distributed.NAMESPACES:
+        interpreter.numbers.branches.fail(distributed.refused(interpreter.name, op))
+    if running_backward() == NO_BACKWARD:
+        return
+    if not interpreter.running:
+        raise ShardTypeError(
+            f"{interpreter.name}: a backward was started that the checker did not see start.\n"
+            f"  at {call_site()}\n"
+            "Fix: use torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
+            "Tensor.backward()."
+        )
+    if interpreter.observer is not UNOBSERVED:
+        reject_unseen(interpreter, name_of_own)
+
+
+def _lift(interpreter: Interpreter, op: OpOverload, literal: Tensor) -> Any:
+    """Types a tensor made of Python numbers in the body as K."""
+    out = op(literal)
+    made = interpreter.bring(out, (K,) * len(interpreter.axes), "a literal")
+    with disable_current_modes():  # the numbers are real
+        made.numbers = numbers_of(literal)
+    interpreter.observer.on_literal(out, literal)
+    return out
+
+
+def _reject_read_only(interpreter: Interpreter, op: OpOverload, value: Any) -> None:
+    for tensor in tensors_of(value):
+        storage_type = interpreter.types_by_storage.get(tensor.untyped_storage()._cdata)
+        if storage_type is not None and storage_type.read_only is not None:
+            raise ShardTypeError(
+                f"{interpreter.name}: {name_of(op)} writes into a tensor that "
+                f"{storage_type.read_only}, at {interpreter.site()[0]}.\n"
+                "Fix: clone it first; return what is to be kept."
+            )
+
+
+# ------------------------------------------------------------------------------------------ run
+
+
+def _run(
+    interpreter: Interpreter,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    key: Key | None,
+) -> Any:
+    dtypes = {t.dtype for value in args for t in tensors_of(value)} if op in _ONE_DTYPE else ()
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        head = f"{name_of(op)} of {names}: torch multiplies tensors of one dtype only."
+        raise messages.error(interpreter, head, [], "cast one of them.")
+    try:
+        out = run_fake(interpreter.fake, key, op, args, kwargs)
+    except DynamicOutputShapeException as error:
+        head = f"the shape of what {name_of(op)} gives depends on data."
+        advice = SIZED_BY_DATA.get(name_of(op), "use an operation whose result has a known shape.")
+        raise messages.error(interpreter, head, [], advice) from error
+    except (DataDependentOutputException, UnsupportedOperatorException) as error:
+        head = f"{name_of(op)} cannot be interpreted without data ({type(error).__name__})."
+        advice = "use an operation that needs none, or check=False."
+        raise messages.error(interpreter, head, [], advice) from error
+    if any(made.layout is not torch.strided for _, made in _results_of(out)):
+        head = f"{name_of(op)} gives a tensor that is not strided, and no other ones are typed."
+        raise messages.error(interpreter, head, [], "compute with strided tensors.")
+    return out
+
+
+def _is_known(interpreter: Interpreter, out: Any) -> bool:
+    made = _results_of(out)
+    known = interpreter.types_by_storage
+    return bool(made) and all(t.untyped_storage()._cdata in known for _, t in made)
+
+
+def _results_of(out: Any) -> list[tuple[int, Tensor]]:
+    """Returns the tensors of a result with their positions."""
+    if isinstance(out, Tensor):
+        return [(0, out)]
+    items = enumerate(out if isinstance(out, list | tuple) else ())
+    return [(index, tensor) for index, item in items for tensor in tensors_of(item)]
+
+
+# --------------------------------------------------------------------------------------- stored
+
+
+def _store(
+    interpreter: Interpreter,
+    op: OpOverload,
+    arguments: Mapping[str, Any],
+    out: Any,
+    types: Sequence[Types],
+) -> None:
+    """Types what an operation has written and made, and adds its equation."""
+    read = named_tensors(arguments)
+    operands = [use_of(name, tensor, interpreter.storage_type(tensor)) for name, tensor in read]
+    storage_types = [use.storage_type for use in operands]
+    tokens = interpreter.tokens_of([tensor for _, tensor in read], storage_types)
+    tasks = interpreter.tasks_of(storage_types)
+    batched_over = _batched_over(operands, types)
+    site, backward = interpreter.site()
+    equation = Equation(name_of(op), tuple(operands), (), site, backward)
+    equation.literals = _literals(interpreter, op, arguments)
+    written = list(_written(op, arguments))
+    types_written = _types_written(interpreter, op, arguments, written, types)
+    for tensor, its_types in zip(written, types_written, strict=True):
+        storage_type = interpreter.storage_type(tensor)
+        # Earlier writes of the same operation remain: a list may contain a tensor twice.
+        if storage_type.made is equation or not covers_storage(tensor, storage_type.storage):
+            both = [interpreter.types(tensor), its_types]
+            its_types = combined(interpreter, add, op, arguments, both)
+        storage_type.types, storage_type.made = its_types, equation
+        if not batched_over <= storage_type.batched_over:
+            interpreter.needs_ranks()  # vmap cannot write a batched value into an unbatched one
+        _follow_write(storage_type, tokens, tasks, batched_over)
+    made = _results_of(out)
+    for index, tensor in made:
+        its_types = types[index % len(types)] if types else (K,) * len(interpreter.axes)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in interpreter.types_by_storage:
+            interpreter.types_by_storage[storage._cdata] = StorageType(
+                its_types, equation, "", storage, tasks=tasks, batched_over=batched_over
+            )
+        if is_real(tensor.dtype):
+            interpreter.types_by_storage[storage._cdata].tokens |= tokens
+            tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+    equation.results = tuple([interpreter.result(tensor) for _, tensor in made])
+    interpreter.add(equation)
+
+
+def _follow_write(
+    storage_type: StorageType,
+    tokens: frozenset[Token],
+    tasks: frozenset[int],
+    batched_over: frozenset[int],
+) -> None:
+    """Notes what a storage descends from after a write."""
+    storage_type.batched_over |= batched_over
+    storage_type.tokens |= tokens
+    storage_type.written |= tokens
+    storage_type.tasks |= tasks
+
+
+def _literals(
+    interpreter: Interpreter, op: OpOverload, arguments: Mapping[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+    defaults, shown = signature_of(op).defaults, interpreter.numbers.shown
+    return tuple(
+        (name, shown(value))
+        for name, value in arguments.items()
+        if not any(True for _ in tensors_of(value))
+        and not (name in defaults and _same(value, defaults[name]))
+    )
+
+
+def _types_written(
+    interpreter: Interpreter,
+    op: OpOverload,
+    arguments: Mapping[str, Any],
+    written: Sequence[Tensor],
+    types: Sequence[Types],
+) -> Sequence[Types]:
+    """Returns the types of the written tensors, which need not be the results."""
+    if not written:
+        return ()
+    row = row_of(op)
+    if len(types) == len(written):
+        return types
+    if len(types) == 1 or (row is not None and row.zipped):
+        return [types[index % len(types)] for index in range(len(written))]
+    return [combined(interpreter, join, op, arguments, types)] * len(written)
+
+
+def _batched_over(operands: Sequence[Use], results: Sequence[Types]) -> frozenset[int]:
+    """Returns the axes over which a batched body has the results of an operation batched.
+
+    They are its operands', and those over which it draws each rank's own numbers.
+    """
+    nowhere = frozenset[int]()
+    before = nowhere.union(*[varying(use.types) for use in operands])
+    drawn = nowhere.union(*map(varying, results)) - before
+    return drawn.union(*[use.storage_type.batched_over for use in operands])
+
+
+def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
+    for name in writes_of(op, arguments):
+        yield from tensors_of(arguments[name])
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
