@@ -1,14 +1,16 @@
 """`device_put`, `from_local` and `full`: place trees of values on a mesh, and gather them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.boundary.matching import check_inputs, crosses, in_finest, is_spec, spec_of
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.core.tree import (
     Mismatch,
     Placed,
@@ -18,8 +20,9 @@ from shardmap_torch.core.tree import (
     map_leaves,
     unflatten,
 )
-from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.errors import SpecError, listing, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
+from shardmap_torch.run.agree import on_all_processes, shown_shard
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.spec import P, longer
 
@@ -57,14 +60,21 @@ def device_put(
     """
     on = as_mesh(mesh)
     moved: X = map_leaves(lambda leaf: _to_device(leaf, on), tree)
-    leaves = list(broadcast_prefix(specs, moved, "tree", is_spec))
-    placed = check_inputs("device_put", on, on.axis_names, leaves, infers=True)
     runtime = runtime_of(on)
+
+    def read() -> tuple[Placed[P | None], ...]:
+        leaves = list(broadcast_prefix(specs, moved, "tree", is_spec))
+        return check_inputs("device_put", on, on.axis_names, leaves, infers=True)
 
     def put(leaf: Placed[P | None]) -> Tensor:
         return runtime.place(on, spec_of(leaf), leaf.value, as_dtensor)
 
-    return _replace(moved, placed, put)
+    def put_all(placed: tuple[Placed[P | None], ...]) -> X:
+        return _replace(moved, placed, put)
+
+    if on.kind not in PROCESS_KINDS:
+        return put_all(read())
+    return on_all_processes("device_put", read, _described, put_all)
 
 
 def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
@@ -111,8 +121,20 @@ def full(tree: X) -> X:
         >>> full({"x": torch.ones(2)})
         {'x': tensor([1., 1.])}
     """
-    gathered: X = map_leaves(_full, tree)
-    return gathered
+    leaves, _ = flatten(tree)
+    values: list[Any] = [base_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    shards = list(filter(is_dtensor, values))
+    if not shards:
+        return tree
+
+    def gather(leaves: list[Any]) -> X:
+        gathered: X = map_leaves(_full, tree)
+        return gathered
+
+    # A DTensor of a part of the processes is gathered by these alone.
+    if any(base.device_mesh.size() < dist.get_world_size() for base in shards):
+        return gather(leaves)
+    return on_all_processes("full", lambda: shards, lambda shards: map(shown_shard, shards), gather)
 
 
 def _full(leaf: Any) -> Any:
@@ -124,6 +146,15 @@ def _full(leaf: Any) -> Any:
     # A transform of torch.func has wrapped it, so that it looks like a plain tensor.
     mesh = as_mesh(base.device_mesh)
     return runtime_of(mesh).gather_shards(mesh, leaf)
+
+
+def _described(placed: Iterable[Placed[P | None]]) -> Iterator[str]:
+    """Describes what is placed, by lines that are equal where plain values are."""
+    for leaf in filter(crosses, placed):
+        x = base_of(leaf.value)
+        what = shown_shard(x) if is_dtensor(x) else f"{show_shape(x.dtype, x.shape)}, hash "
+        what += "" if is_dtensor(x) else sampled_hash(x)
+        yield f"  {leaf.path}: {what}, {leaf.spec!r}"
 
 
 def _to_device(leaf: object, mesh: Mesh) -> object:

@@ -48,6 +48,9 @@ _GATHER: Final = 3.0
 """Seconds that an error waits for the posts of the other ranks."""
 
 
+_REPORTS: Final = 1 << 20
+"""More than the number of differences between two recoveries."""
+
 Operand: TypeAlias = tuple[torch.dtype, torch.Size]
 
 
@@ -68,6 +71,7 @@ class Control:
         self._progress = Progress(self.recorder, self._history)
         self._task = -1
         self._pending: tuple[Comparison, Callable[[], str]] | None = None
+        self._num_reports = 0
         self._everyone = RankGroup(CHECK, tuple(range(self.size)))
         # Other ranks may not read the addresses of an earlier control over this store.
         self._number = default_store().add(f"shardmap_torch/controls/{self.rank}", 1)
@@ -295,7 +299,10 @@ class Control:
     def _differ(self, text: str, is_clean: bool) -> NoReturn:
         """Posts this rank's text, collects those of the others, and raises their difference."""
         progress, site = self._progress, call_site()
-        number, place = self._history.num_checks, "" if site is None else site.place
+        # Not that of the check: checks are counted anew after an error, and an old report may be
+        # on the board still.
+        self._num_reports += 1
+        number, place = self._num_reports, "" if site is None else site.place
         progress.report = own = number, place, text
         self._board.touch()
         limit = min(2 * _GATHER, self.timeout.total_seconds())
@@ -337,6 +344,7 @@ class Control:
                 f"recover() was not called by all ranks within {patience}:\n{described}"
             )
         self._history.restart()
+        self._num_reports = self.epoch * _REPORTS  # the same again on all ranks
         progress.call = 0, ""
         self._exchange.close()
         self._exchange = self._connected()

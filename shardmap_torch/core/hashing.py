@@ -31,6 +31,24 @@ def hash_of(x: Tensor) -> Tensor:
     return total
 
 
+_SAMPLED: Final = 4096
+
+
+def sampled_hash(x: Tensor) -> str:
+    """Hashes up to 8,191 evenly spaced values: all of them would take a second for some GiB.
+
+    Example:
+        >>> import torch
+        >>> x = torch.arange(4.0)
+        >>> sampled_hash(x) == sampled_hash(x.clone()), sampled_hash(x) == sampled_hash(x.flip(0))
+        (True, False)
+    """
+    if x.is_meta:
+        return "without data"
+    flat = x.detach().reshape(-1)
+    return f"{int(hash_of(flat[:: max(1, flat.numel() // _SAMPLED)])):x}"
+
+
 _FEW: Final = 16
 
 

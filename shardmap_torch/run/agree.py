@@ -5,21 +5,27 @@ without knowing why; or would add numbers that do not belong together.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.monitor import Difference
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.control.start import current
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.control.start import call_number, current
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardMapError, show_shape
+
+A = TypeVar("A")
+Y = TypeVar("Y")
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 """Types of static arguments that are compared: the `repr` of others may differ by process."""
@@ -116,3 +122,52 @@ def agree(own: Description, departure: Difference | None = None, now: bool = Tru
         digest = zlib.crc32(f"{digest} {departure.depth}".encode())
         text, doing = f"{difference}\n{text}", f"{doing}, where it {difference}"
     control.check(digest, lambda: text, doing, now)
+
+
+def on_all_processes(
+    name: str, read: Callable[[], A], describe: Callable[[A], Iterable[str]], run: Callable[[A], Y]
+) -> Y:
+    """Runs a function that all processes call alike, after comparing what they call it with.
+
+    Args:
+        name: of the function.
+        read: reads and checks the arguments.
+        describe: yields lines that are equal where the arguments may be taken for equal.
+        run: runs it.
+
+    Raises:
+        CollectiveMismatchError: another process calls something else, or with other arguments.
+        CommunicationError: another process is gone, or did not come in time.
+    """
+    control = current()
+    if control is None or current_scope() is not None or torch.compiler.is_compiling():
+        return run(read())
+    control.begin_call(name)
+    try:
+        try:
+            arguments = read()
+        except ShardMapError as error:
+            agree(refused(name, error))
+            raise
+        agree(Description.of(name, [f"{name}  # {call_site()}", *describe(arguments)]))
+        result = run(arguments)
+    except BaseException as error:
+        control.end_call(error)
+        raise
+    control.end_call()
+    return result
+
+
+def number(results: Iterable[object]) -> None:
+    """Numbers the DTensors that a call returns: all processes make the same calls in one order."""
+    call = call_number()
+    for at, x in enumerate(results):
+        if type(x) is DTensor:
+            x._shardmap_made = call, at  # type: ignore[attr-defined]  # read below
+
+
+def shown_shard(x: DTensor) -> str:
+    """Formats shape, placements and number of a DTensor, whose values are not compared."""
+    call, at = getattr(x, "_shardmap_made", (0, 0))
+    made = f", result {at} of call {call}" if call else ""
+    return f"  {show_shape(x.dtype, x.shape)}, placed {x.placements}{made}"

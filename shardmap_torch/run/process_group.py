@@ -19,6 +19,7 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.layouts import automatic_axes
 from shardmap_torch.mixing.run import entry_specs, run_shared
+from shardmap_torch.run.agree import number
 from shardmap_torch.run.drawing import Drawing, agreed
 from shardmap_torch.run.recorded.recordings import run_process, serves
 from shardmap_torch.run.safety.aliasing import apart
@@ -51,7 +52,10 @@ def run(call: Call, batches: bool) -> Tree:
         result = run_body(call, backend, local, drawing)
     watch.check()
     values = apart(result.crossing, leaves, _sharing(call, result) if traced else None)
-    return result.rebuild(_crossings(mesh, result.match, traced).leave(values, follows))
+    left = _crossings(mesh, result.match, traced).leave(values, follows)
+    if not follows:
+        number(left)
+    return result.rebuild(left)
 
 
 def run_local(call: Call) -> Tree:

@@ -1,24 +1,20 @@
 """Ranks that save or load a checkpoint compare what they were called with, before they begin."""
 
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
 
 T = TypeVar("T")
-
-_SAMPLED: Final = 4096
-"""Numbers of a tensor that are compared, evenly spaced: all of them would take seconds a GiB."""
 
 
 def is_alone() -> bool:
@@ -88,14 +84,7 @@ def _shown(x: Tensor, by_value: bool) -> str:
     kind = show_shape(x.dtype, x.shape)
     if isinstance(x, DTensor):
         return f"{kind}, placed {x.placements}"
-    return f"{kind}, hash {_sampled_hash(x)}" if by_value else kind
-
-
-@torch.no_grad()
-def _sampled_hash(x: Tensor) -> str:
-    flat = x.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous().view(torch.uint8)
-    return f"{zlib.crc32(sample.numpy().tobytes()):08x}"
+    return f"{kind}, hash {sampled_hash(x)}" if by_value else kind
 
 
 def on_first_rank(compute: Callable[[], T]) -> T:

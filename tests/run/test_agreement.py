@@ -12,8 +12,11 @@ from shardmap_torch import (
     I,
     Mesh,
     P,
+    ShardMapError,
     all_reduce,
     axis_index,
+    device_put,
+    full,
     make_mesh,
     shard_map,
 )
@@ -123,3 +126,41 @@ def test_a_difference_that_is_put_right_outside_of_python_is_no_error_any_more(
     assert first == second
     assert first.startswith("body: processes run different programs.")
     assert value == other == 2.0
+
+
+def places_and_gathers() -> list[str]:
+    """Calls `device_put` and `full` with something else on rank 1; returns this rank's errors."""
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    rank = torch.distributed.get_rank()
+    double = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    x = torch.arange(8.0)
+    one, two = double(x), double(x + 1)
+    calls: list[Callable[[], object]] = [
+        lambda: device_put(x + rank, mesh, P("i")),
+        lambda: device_put(x.view(4, 2), mesh, P("i") if rank == 0 else P(None, "i")),
+        lambda: device_put(x, mesh, P("i") if rank == 0 else P("j")),
+        lambda: full((one, two)[rank]),
+        lambda: full(one) if rank == 0 else double(x),
+    ]
+    errors = []
+    for call in calls:
+        with pytest.raises(ShardMapError) as caught:
+            call()
+        errors.append(str(caught.value))
+        mesh.recover()
+    assert torch.equal(full(device_put(x, mesh, P("i"))), x)
+    return errors
+
+
+def test_placing_and_gathering_are_compared_before_they_begin(gloo: Gloo) -> None:
+    first, second = gloo(2).run(places_and_gathers)
+    told = "processes run different programs"  # after the name of the rank's own function
+    assert [e.partition(told)[2] for e in first] == [e.partition(told)[2] for e in second]
+    values, specs, wrong, order, others = first
+    assert "rank 0: tree: float32[8], hash " in values
+    assert "rank 1: tree: float32[4, 2], hash " in specs
+    assert "P(None, 'i')" in specs
+    assert "rank 1: device_put is rejected: device_put:" in wrong
+    assert "rank 0: float32[8], placed (Shard(dim=0),), result 0 of call 2" in order
+    assert "rank 1: float32[8], placed (Shard(dim=0),), result 0 of call 3" in order
+    assert "rank 0: full  # test_agreement.py:" in others
