@@ -25,13 +25,21 @@ class ShardTypeError(ShardMapError):
 
     Attributes:
         findings: every single problem, where the message groups them.
+        rejection: what the checker knows beside the text; see `checker/ir/rejections.py`.
     """
 
     findings: tuple[str, ...] = ()
+    rejection: object = None
 
 
 class CollectiveError(ShardMapError):
-    """A collective was called with arguments that cannot work."""
+    """A collective was called with arguments that cannot work.
+
+    Attributes:
+        node: the autograd node whose backward has called it, without knowing the mesh.
+    """
+
+    node: object = None
 
 
 class CollectiveMismatchError(CollectiveError):

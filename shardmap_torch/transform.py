@@ -24,12 +24,13 @@ from shardmap_torch.boundary.matching import (
     place_arguments,
 )
 from shardmap_torch.checker.api import shapes_of, stand_ins
-from shardmap_torch.checker.verify.path import Strictness
+from shardmap_torch.checker.ir.rejections import rejection_of
+from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.closures import Closures, closure_of
+from shardmap_torch.core.closures import Closures
 from shardmap_torch.core.torch_private.engine import (
     forward_level,
     functorch,
@@ -321,7 +322,7 @@ class _Body:
 
     def _lifts(self, error: ShardTypeError) -> bool:
         """Makes arguments of the closed-over tensors whose gradients have to be summed, if any."""
-        tensor = closure_of(error)
+        tensor = rejection_of(error).closure
         cells = {} if tensor is None else self._cells_to_lift(tensor)
         self._lifted |= cells
         return bool(cells)

@@ -20,7 +20,7 @@ hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tests")
 
 
-_INSERTIONS: Final = search._MORE
+_TRIES: Final = search._TRIES
 
 # Folders whose tests run programs from end to end, and modules that try each row of a table.
 SLOW: Final = {
@@ -69,16 +69,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def without_insertions() -> Iterator[None]:
-    """Tries no insertions where programs are rejected: each costs as much as the check."""
-    with mock.patch.object(search, "_MORE", 0):
+def few_repairs() -> Iterator[None]:
+    """Tries few repairs of rejected programs: each costs as much as the check."""
+    with mock.patch.object(search, "_TRIES", 2):
         yield
 
 
 @pytest.fixture
-def insertions() -> Iterator[None]:
-    """Tries them, as outside of tests."""
-    with mock.patch.object(search, "_MORE", _INSERTIONS):
+def repairs() -> Iterator[None]:
+    """Tries as many as outside of tests."""
+    with mock.patch.object(search, "_TRIES", _TRIES):
         yield
 
 

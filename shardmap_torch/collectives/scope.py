@@ -141,7 +141,7 @@ def scope_of(name: str, axes: Sequence[str]) -> Scope:
             "the autograd.Function whose backward calls it from shardmap_torch.Function, which "
             "keeps the mesh for its backward."
         )
-        error.node = current_autograd_node()  # type: ignore[attr-defined]  # the checker's
+        error.node = current_autograd_node()
         raise error
     if scope is None and threading.current_thread() is not threading.main_thread():
         thread = threading.current_thread().name

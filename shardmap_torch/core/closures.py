@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CellType, FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -40,21 +40,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{at}]", x) for at, x in enumerate(value))
     else:
         yield name, value
-
-
-E = TypeVar("E", bound=Exception)
-
-
-def about_closure(error: E, tensor: Tensor) -> E:
-    """Notes which closed-over tensor would have to be an argument for an error not to be raised."""
-    error.__dict__["_shardmap_closure"] = tensor
-    return error
-
-
-def closure_of(error: Exception) -> Tensor | None:
-    """Returns the tensor that `about_closure` noted."""
-    tensor: Tensor | None = error.__dict__.get("_shardmap_closure")
-    return tensor
 
 
 class Closures:

@@ -142,16 +142,16 @@ def is_running(function: object) -> bool:
     return frame is not None
 
 
-def calling(frame: FrameType | None) -> tuple[Site, int] | None:
-    """Finds the user's line that has called torch, and the position of the call in its code.
-
-    None if code of this package has, or nobody's.
-    """
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN[3:]):
-        frame = frame.f_back
-    if frame is None or is_own(frame):
+def user_call() -> tuple[FrameType, FrameType] | None:
+    """Finds the innermost frame of the user's code, and that of what it has called."""
+    called = sys._getframe(1)
+    users = _users(called)
+    if users is None:
         return None
-    return Site(frame.f_code.co_filename, frame.f_lineno), frame.f_lasti
+    while called.f_back is not users:
+        assert called.f_back is not None  # `users` is further out
+        called = called.f_back
+    return users, called
 
 
 def is_own(frame: FrameType) -> bool:

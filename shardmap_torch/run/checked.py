@@ -22,7 +22,7 @@ from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.history import History
-from shardmap_torch.checker.verify.path import Strictness
+from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt
 from shardmap_torch.checker.verify.verdict import verify as verify_steps
 from shardmap_torch.control.start import current

@@ -1,7 +1,7 @@
 """AbstractBackend: types the collectives of a body that is interpreted."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Final
 
@@ -11,17 +11,18 @@ from torch import Tensor
 from shardmap_torch.backends.vmap import SPREAD
 from shardmap_torch.checker.calls.fake_results import empty
 from shardmap_torch.checker.communication.equivalence import check_equivalent
-from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.program import Equation, bytes_sent, is_constant, use_of
-from shardmap_torch.checker.ir.repairs import NONE, Place, Places, Repair
+from shardmap_torch.checker.ir.repairs import NONE, Repair, Spot, collective_call
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVEMENTS
 from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.collectives.protocol import Form, Readings, WithoutAutomaticAxes
 from shardmap_torch.core.source_location import call_sites
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
@@ -48,7 +49,6 @@ class AbstractBackend(WithoutAutomaticAxes):
         """Makes one for an interpretation; `repair` is applied to its collectives."""
         self.mesh: Mesh = interpreter.mesh
         self._interpreter, self._repair, self._readings = interpreter, repair, readings
-        self._places = Places()
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         """Returns none: a body is interpreted as one rank."""
@@ -94,8 +94,11 @@ class AbstractBackend(WithoutAutomaticAxes):
 
     def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
         """Returns the reduction that a call makes, under the repair that is tried."""
-        spots = self._interpreter.spots
-        return op if spots is None else spots.enter_reduction(op, axes, x)
+        spot = collective_call()
+        op = self._repair.op_at(spot, op)
+        if spot is not None and op in ("sum", "mean"):
+            self._interpreter.reductions[spot] = op
+        return op
 
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type, as an operation reads it."""
@@ -117,19 +120,11 @@ class AbstractBackend(WithoutAutomaticAxes):
         operands: Sequence[Tensor],
     ) -> None:
         """Requires that a kernel is equivalent to its composition; see `equivalence`."""
-        before = self._repair, self._places
-        self._repair, self._places = NONE, Places()
+        before, self._repair = self._repair, NONE
         try:
             check_equivalent(self._interpreter, what, own, composition, operands)
         finally:
-            self._repair, self._places = before
-
-    @contextmanager
-    def inserting(self) -> Iterator[None]:
-        """Marks collectives in this context as those of the repair that is tried."""
-        spots = self._interpreter.spots
-        with nullcontext() if spots is None else spots.inserting():
-            yield
+            self._repair = before
 
     def index(self, axes: Sequence[str]) -> Tensor:
         """Returns an index of type V over `axes` and K over all others."""
@@ -169,18 +164,18 @@ class AbstractBackend(WithoutAutomaticAxes):
         """Checks the operand's type, and types the result."""
         # The function mode would see each question for a shape.
         with self._interpreter.failing, DisableTorchFunction():
-            return self._run(move, collective, x)
+            try:
+                return self._run(move, collective, x)
+            except ShardTypeError as error:
+                proposals.at_collective(self._interpreter, error, move, collective, x)
+                raise
 
     def _run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         interpreter = self._interpreter
         site, backward = interpreter.site()
         forward = interpreter.forward_of_current_node() if backward else None
-        spots = interpreter.spots
-        own = backward or (spots is not None and spots.is_inserting)
-        place = None if own else self._places.next(site)
-        if spots is not None and place is not None:
-            spots.enter_collective(place, collective, x)
-        applied = self._repaired(collective, forward, place)
+        spot = None if backward else collective_call()
+        applied = self._repaired(collective, forward, spot)
         if applied is not None and move not in EXTREMA:
             move = applied.move
         x = interpreter.fakify(x)
@@ -191,7 +186,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         equation = Equation(shown, (operand,), (), site, backward, applied, forward=forward)
         types, shape = storage_type.types, tuple(x.shape)
         if not backward:
-            equation.place, equation.written = place, collective
+            equation.spot, equation.written = spot, collective
         if applied is not None:
             with torch.enable_grad():  # off in the forward of a Function, whatever flows through it
                 read = interpreter.types(x)
@@ -222,11 +217,11 @@ class AbstractBackend(WithoutAutomaticAxes):
         return operand if stays else operand | own
 
     def _repaired(
-        self, collective: Collective, forward: Equation | None, place: Place | None
+        self, collective: Collective, forward: Equation | None, spot: Spot | None
     ) -> Collective | None:
         """Returns the collective under the repair that is tried; None if it is left out."""
-        if place is not None:
-            return self._repair.collective_at(place, collective.name, collective)
+        if spot in self._repair.collectives:
+            return self._repair.collectives[spot]
         if forward is None or forward.written is None or forward.written == forward.collective:
             return collective
         if collective != forward.written.transpose:

@@ -18,7 +18,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.user_code import enter_backward, leave_backward, meet
 from shardmap_torch.checker.ir.own_functions import is_own, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import propose
+from shardmap_torch.checker.ir.rejections import rejected
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of, levels
@@ -202,13 +202,13 @@ def _wrong(
         interpreter.equation_of(node),
     )
     site = applied.site if applied is not None else None
-    wrong = ShardTypeError(
+    return rejected(
         f"{interpreter.name}: over {axis!r}, an operand of {name} is I and its backward gives it a "
         f"gradient that is {have}: {messages.wrong(I, have)}.\n"
         f"  at {site}\n"
         f"  the operand is {operand}, from {operand.storage_type.origin()}\n"
         f"  the gradient is from {storage_type.origin()}\n"
         f"Fix: give it the operand as R, with convert(x, {axis!r}, src=I, dst=R), or sum the "
-        "gradient in the backward of a shardmap_torch.Function."
+        "gradient in the backward of a shardmap_torch.Function.",
+        proposals=messages.repairs_to(interpreter, operand.storage_type, at, R),
     )
-    return propose(wrong, list(messages.repairs_to(interpreter, operand.storage_type, at, R)))

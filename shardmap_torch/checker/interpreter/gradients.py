@@ -15,14 +15,12 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, use_of
-from shardmap_torch.checker.ir.repairs import Place
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
-from shardmap_torch.ops.reduce import all_reduce
-from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
+from shardmap_torch.types import COTANGENT, K, Partial, R, V, Z
 
 _EQUAL: Final = frozenset({R, K, Z})
 """Types of values that are equal on all ranks, and whose gradient may be a pending sum."""
@@ -73,9 +71,8 @@ def hand_over(
         The gradients; those whose type changes as copies, since a gradient of autograd may share
         memory with a cotangent, or with the gradient of a varying value.
     """
-    place = interpreter.gradient_places.next(call_site())
     return tuple(
-        gradient if gradient is None else _handed_over(interpreter, operand, gradient, place)
+        gradient if gradient is None else _handed_over(interpreter, operand, gradient)
         for operand, gradient in zip(operands, gradients, strict=True)
     )
 
@@ -85,7 +82,6 @@ def hand_over_fields(interpreter: Interpreter, leaves: Sequence[Tensor], old: se
 
     An old gradient stays the same tensor, which the body may refer to elsewhere.
     """
-    place = interpreter.gradient_places.next(call_site())
     for leaf in leaves:
         with interpreter.paused(), DisableTorchFunction():
             gradient = leaf.grad
@@ -95,7 +91,7 @@ def hand_over_fields(interpreter: Interpreter, leaves: Sequence[Tensor], old: se
                 own = interpreter.storage_type(gradient)
                 own.types = _summed(interpreter.storage_type(leaf).types, own.types)
             else:
-                leaf.grad = _handed_over(interpreter, leaf, gradient, place)
+                leaf.grad = _handed_over(interpreter, leaf, gradient)
 
 
 def _summed(types: Types, gradient: Types) -> Types:
@@ -112,21 +108,20 @@ def _is_of_each(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> 
     return bool(batched) and interpreter.observer is not UNOBSERVED
 
 
-def _handed_over(
-    interpreter: Interpreter, operand: Tensor, gradient: Tensor, place: Place
-) -> Tensor:
+def _handed_over(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> Tensor:
     storage_type = interpreter.storage_type(gradient)
     types = _summed(interpreter.storage_type(operand).types, storage_type.types)
     if types == storage_type.types:
         return gradient
     if _is_of_each(interpreter, operand, gradient):
-        return interpreter.repair.sum_at(place, gradient)
+        reduced = interpreter.repair.gradients.get(call_site())
+        return gradient if reduced is None else reduced.apply(gradient)
     with interpreter.aside():  # in forward mode tangents are copied too
         handed_over = gradient.clone()
         copies = [made.storage_type for each in interpreter.equations for made in each.results]
     base = base_of(gradient)
     use = use_of("gradient", base, storage_type)
-    equation = Equation(messages.GRADIENT, (use,), (), place[0], False, place=place)
+    equation = Equation(messages.GRADIENT, (use,), (), call_site(), False)
     for copy in copies:
         copy.types = _summed(interpreter.storage_type(operand).types, copy.types)
         copy.made = equation
@@ -156,9 +151,9 @@ def sum_fields_by_repair(interpreter: Interpreter, leaves: Sequence[Tensor]) -> 
 def _summed_by_repair(interpreter: Interpreter, gradient: Tensor) -> Tensor:
     storage_type = interpreter.storage_type(gradient)
     made = storage_type.made
-    if made is None or made.name != messages.GRADIENT or made.place is None:
+    if made is None or made.name != messages.GRADIENT:
         return gradient
-    for axis, op in interpreter.repair.gradients.get(made.place, ()):
-        if storage_type.types[interpreter.axes.index(axis)] == Partial:
-            gradient = all_reduce(gradient, axis, dst=I, op=op)
-    return gradient
+    reduced = interpreter.repair.gradients.get(made.site)
+    types = interpreter.by_axis(storage_type.types)
+    pending = [axis for axis, have in types.items() if have == Partial]
+    return gradient if reduced is None or reduced.axis not in pending else reduced.apply(gradient)

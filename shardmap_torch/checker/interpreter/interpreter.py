@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.interpreter.spots import Spots
 from shardmap_torch.checker.interpreter.state import TypeStore
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.outcomes import Asserted, Traits
 from shardmap_torch.checker.ir.paths import Branches, Failing
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import NONE, Places, Repair
+from shardmap_torch.checker.ir.repairs import Repair, Spot
 from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules.infer import (
     Types,
@@ -27,7 +26,6 @@ from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
     sequence_number,
 )
-from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
@@ -47,9 +45,7 @@ class Interpreter(TypeStore):
         super().__init__(name, mesh.axis_names, env)
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches)
-        self.spots = None if repair is NONE else Spots(self, repair)
-        locate = None if self.spots is None else self.spots.locate
-        self.failing = Failing(branches, locate)
+        self.failing = Failing(branches)
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
         self.traits, self.is_decomposing = Traits(), False
@@ -59,7 +55,7 @@ class Interpreter(TypeStore):
         self.results_of: dict[tuple[int, int], tuple[Use, frozenset[int]]] = {}
         self._sequence = 0
         self._count = 0
-        self.places, self.gradient_places = Places(), Places()
+        self.reductions: dict[Spot, str] = {}
 
     @property
     def is_special(self) -> bool:
@@ -70,12 +66,6 @@ class Interpreter(TypeStore):
     def is_symbolic(self) -> bool:
         """Returns whether sizes are symbols, or stand-ins for numbers: equal, and not the same."""
         return self.fake.shape_env is not None or self.numbers.any
-
-    def located(self, error: ShardTypeError, gradient: StorageType) -> ShardTypeError:
-        """Attaches to the error of a gradient what could be inserted where it comes from."""
-        if self.spots is not None and gradient.made is not None:
-            self.spots.locate(error, gradient.made)
-        return error
 
     @contextmanager
     def decomposing(self) -> Iterator[None]:
@@ -91,11 +81,9 @@ class Interpreter(TypeStore):
         self._sequence = sequence_number()
 
     def forget_nodes(self) -> None:
-        """Drops also what a repair was tried on, and an error, whose frames have tensors."""
+        """Drops also an error, whose frames have tensors."""
         super().forget_nodes()
         self.numbers.branches.refusal = None
-        if self.spots is not None:
-            self.spots.forget_tensors()
 
     def needs_ranks(self, what: str | None = "") -> None:
         """Records code that `torch.func.vmap` would reject or, if it says `what`, may drop."""

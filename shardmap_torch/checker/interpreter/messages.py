@@ -6,7 +6,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import Op, Repair, of_equal, of_types, propose
+from shardmap_torch.checker.ir.rejections import propose, rejected, rejection_of
+from shardmap_torch.checker.ir.repairs import Insert, Op, Repair
 from shardmap_torch.checker.rules.infer import Refusal, tensors_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.checker.rules.reasons import BRANCH, MIXED, branch_advice
@@ -59,7 +60,7 @@ def error(
     where = [f"  {place(*interpreter.site())}"] if placed else []
     advice = [f"Fix: {fix}"] if fix else []
     text = "\n".join([f"{interpreter.name}: {head}", *where, *lines, *advice])
-    return of_types(ShardTypeError(text), types)
+    return rejected(text, types)
 
 
 def place(at: Site | None, backward: bool) -> str:
@@ -100,13 +101,21 @@ def refused(
         advice = refusal.reason.advise(axis)
     types += [use.types[refusal.axis] for use in uses]
     rejection = error(interpreter, head, lines, advice, types=types)
-    if gradients:
-        return propose(rejection, [*_summing(gradients, axis)])
-    mixed = [use.storage_type for use in uses if use.types[refusal.axis] == I]
-    mixed = mixed if conflict.reason == MIXED else []
-    of_equal(rejection, (culprit(each, refusal.axis, axis).made for each in mixed))
-    repairs = [repair for x in mixed for repair in repairs_to(interpreter, x, refusal.axis, R)]
-    return propose(rejection, repairs)
+    propose(rejection, _summing(gradients, axis))
+    if conflict.reason == MIXED and not gradients:
+        for use in uses:
+            if use.types[refusal.axis] == I:
+                _propose_as_replicate(interpreter, rejection, use.storage_type, refusal.axis)
+    return rejection
+
+
+def _propose_as_replicate(
+    interpreter: "Interpreter", error: ShardTypeError, value: StorageType, axis: int
+) -> None:
+    """Proposes to make an equal value R that ranks use differently; lax's may become so."""
+    made = culprit(value, axis, interpreter.axes[axis]).made
+    rejection_of(error).equal += (made,)
+    propose(error, repairs_to(interpreter, value, axis, R))
 
 
 GRADIENT: Final = "a gradient"
@@ -122,11 +131,11 @@ def _pending_gradients(uses: Sequence[Use], axis: int, name: str) -> list[Equati
 
 def _summing(equations: Sequence[Equation], axis: str) -> Iterator[Repair]:
     """Yields the repairs that sum, or average, the gradients taken at one place."""
-    ops: tuple[tuple[Op, str], ...] = (("sum", ""), ("mean", " and op='mean'"))
-    for (op, asked), equation in product(ops, equations):
-        assert equation.place is not None  # gradients have one
-        text = f"all_reduce over {axis!r} with dst=I{asked} of the gradients taken{_at(equation)}"
-        yield Repair(text, gradients={equation.place: ((axis, op),)})
+    asked: tuple[tuple[Op, str], ...] = (("sum", ""), ("mean", " and op='mean'"))
+    for (op, more), equation in product(asked, equations):
+        text = f"all_reduce over {axis!r} with dst=I{more} of the gradients taken{_at(equation)}"
+        reduced = Insert("all_reduce", axis, (("dst", I), ("op", op)))
+        yield Repair(text, gradients={equation.site: reduced})
 
 
 def gradient_sum_advice(axis: str) -> str:
@@ -194,12 +203,12 @@ def _at(equation: Equation) -> str:
 
 
 def _retype(equation: Equation, axis_type: AxisType) -> Iterator[Repair]:
-    collective, place = equation.collective, equation.place
-    if collective is None or place is None:
+    collective, spot = equation.collective, equation.spot
+    if collective is None or spot is None or spot.name != collective.name:
         return
     if (collective.name, collective.src, axis_type) in TABLE:
-        text = f"dst={axis_type} in {collective.name}{_at(equation)}"
-        yield Repair(text, collectives={place: replace(collective, dst=axis_type)})
+        text = f"dst={axis_type} in {spot}"
+        yield Repair(text, collectives={spot: replace(collective, dst=axis_type)})
 
 
 def _of_each(uses: Sequence[Use], axis: int) -> list[tuple[Use, str]]:
@@ -252,10 +261,10 @@ def source(
         gradient_sum_advice(axis) if gradients else _source_advice(collective, axis, have, expected)
     )
     wrong_type = error(interpreter, head, [_describe(use, at)], advice, types=[have])
-    repairs = [*_summing(gradients, axis)]
+    propose(wrong_type, _summing(gradients, axis))
     if equation.forward is not None:
-        repairs += _retype(equation.forward, I if plain(have) in (I, K) else R)
-    return propose(wrong_type, repairs)
+        propose(wrong_type, _retype(equation.forward, I if plain(have) in (I, K) else R))
+    return wrong_type
 
 
 def _named(axis_type: AxisType) -> str:
@@ -302,7 +311,8 @@ def seeded(interpreter: "Interpreter", axis: int, storage_type: StorageType) -> 
         f"convert(x, {name!r}, src=R, dst=I).",
         types=[R],
     )
-    return propose(rejection, list(repairs_to(interpreter, storage_type, axis, I)))
+    propose(rejection, repairs_to(interpreter, storage_type, axis, I))
+    return rejection
 
 
 def _became(storage_type: StorageType, axis: int, name: str) -> list[str]:
@@ -331,10 +341,9 @@ def cotangent(
         placed=value is None,
         types=[axis_type, have],
     )
-    if value is None:
-        return propose(mismatch, [])
-    of_equal(mismatch, [culprit(value, axis, name).made])
-    return propose(mismatch, list(repairs_to(interpreter, value, axis, R)))
+    if value is not None:
+        _propose_as_replicate(interpreter, mismatch, value, axis)
+    return mismatch
 
 
 def wrong(axis_type: AxisType, have: AxisType) -> str:

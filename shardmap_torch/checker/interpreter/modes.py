@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardmap_torch.checker.interpreter import gradients, scalars, user_code
+from shardmap_torch.checker.interpreter import gradients, proposals, scalars, user_code
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.operations import Operations
@@ -130,14 +130,15 @@ class _Functions(TorchFunctionMode):
                 user_code.remember(interpreter, args)
             out = func(*args, **(kwargs or {}))
             return out if interpreter.fake.shape_env is None else as_numbers(out)
+        kwargs = kwargs or {}
         try:
-            spots = interpreter.spots
-            if spots is None:
-                out = self._call(func, args, kwargs or {})
-                return out if interpreter.fake.shape_env is None else as_numbers(out)
-            args, kwargs = spots.enter(func, args, kwargs or {})
-            return spots.leave(spots.now, self._call(func, args, kwargs))
+            if interpreter.repair.operands:
+                args, kwargs = proposals.repaired(interpreter, func, args, kwargs)
+            out = self._call(func, args, kwargs)
+            return out if interpreter.fake.shape_env is None else as_numbers(out)
         except (ShardTypeError, TransformError) as error:
+            if isinstance(error, ShardTypeError):
+                proposals.at_call(interpreter, error, func, args, kwargs)
             interpreter.failing.record(error)
             raise
 

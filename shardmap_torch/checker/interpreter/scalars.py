@@ -4,25 +4,19 @@ They must be equal on all ranks. The result is a symbolic number, or a branch of
 are interpreted.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.result_types import result_types
 from shardmap_torch.checker.ir.program import Equation, use_of
-from shardmap_torch.checker.ir.repairs import Op, Place, Repair, propose
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules.infer import tensors_of
-from shardmap_torch.collectives.autograd import bind
-from shardmap_torch.collectives.operations import Collective, Extremum
-from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.errors import ShardTypeError, show_shape
-from shardmap_torch.types import I, Partial
+from shardmap_torch.errors import show_shape
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -37,11 +31,9 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     Raises:
         ShardTypeError: the ranks would get different values.
     """
-    repaired = _check(interpreter, op, arguments)
+    result_types(interpreter, op, arguments, [])
     tensors = [x for value in arguments.values() for x in tensors_of(value)]
     interpreter.copies.reject_stale(interpreter.name, tensors)
-    if repaired is not None:
-        tensors = [_reduced(interpreter, x, repaired) for x in tensors]
     if all(getattr(x, "constant", None) is not None for x in tensors):
         with interpreter.paused():
             return op(**arguments)
@@ -55,35 +47,6 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
         interpreter.add(Equation(f"{number.text} = {name}", tuple(uses), (), site, backward))
         interpreter.observer.on_python_value(name, tensors)
     return number
-
-
-def _check(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any]) -> Op | None:
-    """Requires that a Python value, or a shape, read from tensors is equal on all ranks.
-
-    Returns the op by which the repair that is tried reduces the tensors first, or None.
-    """
-    place = interpreter.places.next(interpreter.site()[0])
-    if place in interpreter.repair.values:
-        return interpreter.repair.values[place]
-    try:
-        result_types(interpreter, op, arguments, [])
-    except ShardTypeError as error:
-        raise propose(error, list(proposals(interpreter, place, arguments))) from None
-    return None
-
-
-def _reduced(interpreter: "Interpreter", x: Tensor, op: Op) -> Tensor:
-    """Applies the collective of the repair that is tried to a tensor; see `proposals`."""
-    scope, types = current_scope(), interpreter.storage_type(x).types
-    by_axis = interpreter.by_axis(types).items()
-    axes = tuple(axis for axis, have in by_axis if have.varies)
-    if scope is None or not axes:
-        return x
-    total = Collective("all_reduce", Partial, I, axes)
-    if x.dtype == torch.bool:
-        return bind(scope.backend, Extremum("max", total), x.int())
-    summed = bind(scope.backend, total, x)
-    return summed / interpreter.mesh.num_ranks(axes) if op == "mean" else summed
 
 
 def _identity(storage_type: Any, tensor: Tensor) -> Any:
@@ -104,7 +67,7 @@ def take_for_torch(interpreter: "Interpreter", op: OpOverload, arguments: Mappin
     None if the operation returns a tensor.
     """
     if op not in _TAKEN:
-        _check(interpreter, op, arguments)
+        result_types(interpreter, op, arguments, [])
         return None
     value = take(interpreter, op, arguments)
     if type(value) is not SymbolicNumber:
@@ -121,29 +84,6 @@ def escape(interpreter: "Interpreter", what: str, advice: str = "take it with .i
         f"{advice}: what that gives is tracked through arithmetic, comparisons and branches. "
         "Sizes, positions and steps must not depend on the data.",
     )
-
-
-def proposals(
-    interpreter: "Interpreter", place: Place, arguments: Mapping[str, Any]
-) -> Iterator[Repair]:
-    """Yields repairs that reduce the tensors before a value is read from them."""
-    tensors = [x for value in arguments.values() for x in tensors_of(value)]
-    if len(tensors) != 1:
-        return
-    storage_type = interpreter.storage_type(tensors[0])
-    bad = [i for i, each in enumerate(storage_type.types) if each.varies]
-    names = tuple(interpreter.axes[i] for i in bad)
-    if any(messages.is_rank(storage_type, i, interpreter.axes[i]) for i in bad):
-        return  # a branch on the rank has no meaning after a reduction
-    x, op = ("x.int()", ', op="max"') if tensors[0].dtype == torch.bool else ("x", "")
-    axes = repr(names[0] if len(names) == 1 else names)
-    site = interpreter.site()[0]
-    at = "" if site is None else f" at {site.place}"
-    taken: list[tuple[Op, str]] = [("sum", op)]
-    taken += [("mean", ", op='mean'")] * tensors[0].is_floating_point()
-    for each, asked in taken:
-        text = f"all_reduce({x}, {axes}, dst=I{asked}) before its value is taken{at}"
-        yield Repair(text, values={place: each})
 
 
 # ------------------------------------------------------------------- as torch functions see it

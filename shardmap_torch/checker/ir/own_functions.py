@@ -32,14 +32,14 @@ def name_of_own(node: Node | None) -> str | None:
     return None if function is None else function.__name__
 
 
-def _own(node: Node | None) -> type[Function] | None:
+def _own(node: object) -> type[Function] | None:
     function = applied(getattr(node, "_forward_cls", None))
     return function if function is not None and is_own(function) else None
 
 
 def communicating(error: CollectiveError) -> type[Function] | None:
     """Returns the plain Function for want of whose scope a backward has failed, if it is one."""
-    function = _own(getattr(error, "node", None))
+    function = _own(error.node)
     is_plain = function is not None and not issubclass(function, KeepingFunction)
     return function if is_plain else None
 

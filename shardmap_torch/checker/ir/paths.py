@@ -83,13 +83,11 @@ class Failing:
     every operation calls `record` in place of the context, which would cost each a microsecond.
     """
 
-    __slots__ = ("_branches", "_locate")
+    __slots__ = ("_branches",)
 
-    def __init__(
-        self, branches: "Branches", locate: Callable[[ShardTypeError], None] | None = None
-    ) -> None:
-        """Keeps the branches, where the error is recorded; `locate` gets it first."""
-        self._branches, self._locate = branches, locate
+    def __init__(self, branches: "Branches") -> None:
+        """Keeps the branches, where the error is recorded."""
+        self._branches = branches
 
     def __enter__(self) -> None:
         """Does nothing."""
@@ -100,8 +98,6 @@ class Failing:
 
     def record(self, error: ShardTypeError | TransformError) -> None:
         """Records an error."""
-        if self._locate is not None and isinstance(error, ShardTypeError):
-            self._locate(error)
         self._branches.refusal = error
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.ir.paths import Branch
-from shardmap_torch.checker.ir.repairs import Place
+from shardmap_torch.checker.ir.repairs import Spot
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site
@@ -141,7 +141,7 @@ class Equation:
         collective: its collective; None for local operations.
         sent: bytes that each rank sends.
         literals: other arguments than tensors, by name.
-        place: place of a collective in the forward; None for others.
+        spot: the call of a collective in the forward, if the body calls it; None for others.
         written: the collective that the body calls, if the repair that is tried has another.
         forward: in a backward, the equation whose derivative this is part of.
         compared: collectives of kernels that a run may use for the composition that follows.
@@ -156,7 +156,7 @@ class Equation:
     sent: int = 0
     literals: tuple[tuple[str, Any], ...] = ()
     forward: "Equation | None" = None
-    place: Place | None = None
+    spot: Spot | None = None
     written: Collective | None = None
     compared: tuple[KernelCollective, ...] = ()
 

@@ -1,68 +1,76 @@
-"""Repairs of a rejected program: proposed where it fails, and tried before they are printed."""
+"""Repairs of a rejected program: one change each, proposed where it fails and tried before printed.
 
-import operator
+A change is of a call in the user's code, in all of its runs, as an edit of that line would be.
+"""
+
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from types import FrameType
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from types import CodeType, FrameType
+from typing import Any, Final, Literal
 
 from torch import Tensor
 
 from shardmap_torch import ops
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.core.source_location import Site, calling
-from shardmap_torch.errors import MAX_LINES, ShardTypeError
+from shardmap_torch.core.source_location import Site, user_call
 from shardmap_torch.ops.reading import Reading
-from shardmap_torch.types import AxisType, I
-
-T = TypeVar("T")
 
 Op = Literal["sum", "mean"]
-Place = tuple[Site | None, int]
-"""A user's line, and how often it has run before; the same on all paths through a body."""
-
-
-NUMBER: Final = -2
-"""The index of a spot from which on, downwards, it is a number."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A tensor that a call of a function of torch in the body gets or returns.
+    """A call in the user's code.
 
     Attributes:
-        site: the user's line.
-        at: the position of the call in the code of the line.
-        name: of the function.
-        index: which of the tensors it gets, each of them counted once; -1 is its result, and -2 the
-            first of the Python numbers that it gets.
-        run: how often it has run before; None for all runs, as in a loop.
-        number: the number, in words.
-        which: which call of the function it is, in words, if its line has several.
+        site: its line.
+        code: the function that calls.
+        at: the position of the call in that code, which tells the calls of one line apart.
+        name: of what is called.
     """
 
     site: Site
+    code: CodeType
     at: int
     name: str
-    index: int = 0
-    run: int | None = None
-    number: str = field(default="", compare=False)
-    which: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """Formats it as `operand 2 of matmul at model.py:12`."""
-        what = "the result" if self.index < 0 else f"operand {self.index + 1}"
-        what = f"the number {self.number}" if self.index <= NUMBER else what
-        run = "" if self.run is None else f", run {self.run + 1} of that line"
-        return f"{what} of {self.called}{run}"
+        """Formats it as `matmul at model.py:12`."""
+        return f"{self.name} at {self.site.place}"
 
-    @property
-    def called(self) -> str:
-        """Formats the call."""
-        return f"{self.name} at {self.site.place}{self.which}"
+
+_PUBLIC: Final = ("shardmap_torch.ops.", "shardmap_torch.lax")
+"""Modules whose functions are collectives: what else issues some does more than that."""
+
+
+def collective_call() -> Spot | None:
+    """Returns the user's call of the collective that is issued now; None if a library's code calls.
+
+    It has the name that stands in the line, such as `shift` for what is issued as a ppermute.
+    """
+    found = user_call()
+    if found is None or not found[1].f_globals.get("__name__", "").startswith(_PUBLIC):
+        return None
+    return _spot(*found, found[1].f_code.co_name)
+
+
+def function_call(func: Callable[..., Any]) -> Spot | None:
+    """Returns the user's call of a function of torch, from the handler of modes for it.
+
+    None if code of a library calls it, such as an optimizer, where no user can change operands.
+    """
+    found, name = user_call(), getattr(func, "__name__", "")
+    handlers = (name, "__torch_function__", "wrapped")  # how torch's functions in Python get there
+    if found is None or found[1].f_code.co_name not in handlers:
+        return None
+    return _spot(*found, name.strip("_") or "a function")
+
+
+def _spot(users: FrameType, called: FrameType, name: str) -> Spot:
+    code = users.f_code
+    return Spot(Site(code.co_filename, users.f_lineno), code, users.f_lasti, name)
 
 
 @dataclass(frozen=True)
@@ -95,63 +103,48 @@ class Insert:
         return called
 
 
-_SIGNS: Final = {"*": operator.mul, "/": operator.truediv, "//": operator.floordiv}
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """A multiplication by the number of ranks of axes, or a division, which does nothing on one.
-
-    Attributes:
-        axis: the mesh axes.
-        sign: the operator.
-    """
-
-    axis: str | tuple[str, ...]
-    sign: str
-
-    def of(self, x: str) -> str:
-        """Writes it.
-
-        Example:
-            >>> Scaling("dp", "/").of("x")
-            "x / axis_size('dp')"
-        """
-        return f"{x} {self.sign} axis_size({self.axis!r})"
-
-    def apply(self, x: Any) -> Any:
-        """Does it in a body."""
-        return _SIGNS[self.sign](x, ops.axis_size(self.axis))
-
-
-Change: TypeAlias = Insert | Scaling
-"""A function that a repair applies to a value."""
-
-
-def nested(chain: Sequence[Change], x: str = "x") -> str:
+def nested(chain: Sequence[Insert], x: str) -> str:
     """Writes calls of which each takes the result of the one before."""
     return reduce(lambda x, insert: insert.of(x), chain, x)
 
 
-def applied(chain: Sequence[Change], x: Any) -> Any:
+def applied(chain: Sequence[Insert], x: Tensor) -> Tensor:
     """Calls one after the other in a body."""
     return reduce(lambda x, insert: insert.apply(x), chain, x)
 
 
-def insertion(spot: Spot, chain: Sequence[Change]) -> "Repair":
-    """Makes the repair that applies functions to a tensor of a call."""
-    return Repair(f"{nested(chain)} for x, {spot}", inserted={spot: tuple(chain)})
+@dataclass(frozen=True)
+class Repair:
+    """One change of a program.
+
+    Attributes:
+        text: what to write.
+        replicate: for the position of an input, an axis to name in its `replicate=`.
+        gradients: for the line where the body takes gradients, how they are reduced before use.
+        collectives: for a call of a collective, its replacement, or None to leave it out.
+        ops: for a call of all_reduce or reduce_scatter, the op to use.
+        operands: for a call of a function of torch and the number of a tensor among its arguments,
+            what to apply to that first.
+        exits: for the position of a result, what to apply to it before it is returned.
+    """
+
+    text: str
+    replicate: Mapping[int, str] = field(default_factory=dict)
+    gradients: Mapping[Site | None, Insert] = field(default_factory=dict)
+    collectives: Mapping[Spot | None, Collective | None] = field(default_factory=dict)
+    ops: Mapping[Spot | None, Op] = field(default_factory=dict)
+    operands: Mapping[tuple[Spot, int], Insert] = field(default_factory=dict)
+    exits: Mapping[int, Sequence[Insert]] = field(default_factory=dict)
+
+    def op_at(self, spot: Spot | None, own: str) -> str:
+        """Returns the op of a reduction; that of one which is replaced divides nothing."""
+        if spot in self.collectives and own == "mean":
+            return "sum"
+        return self.ops.get(spot, own)
 
 
-_REDUCING: Final = (ops.all_reduce.__code__, ops.reduce_scatter.__code__)
-
-
-def _reducing() -> FrameType | None:
-    """Returns the frame of the call of all_reduce or reduce_scatter that goes on, if one does."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _REDUCING:
-        frame = frame.f_back
-    return frame
+NONE: Final = Repair("")
+"""A repair that changes nothing."""
 
 
 def is_divided() -> bool:
@@ -164,196 +157,4 @@ def is_divided() -> bool:
     return frame is not None and bool(frame.f_locals.get("made") == "mean")
 
 
-def reduction() -> Spot | None:
-    """Returns the spot of the body's call of all_reduce or reduce_scatter that goes on."""
-    frame = _reducing()
-    found = None if frame is None else calling(frame.f_back)
-    return None if frame is None or found is None else Spot(*found, frame.f_code.co_name)
-
-
-class Places:
-    """Counts how often each line runs."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[Site | None] = Counter()
-
-    def next(self, site: Site | None) -> Place:
-        """Returns the place of the current run of this line."""
-        self._counts[site] += 1
-        return site, self._counts[site] - 1
-
-
-@dataclass(frozen=True)
-class Repair:
-    """A small change of a program.
-
-    Attributes:
-        text: what to write.
-        collectives: for the place of a collective in the forward, its replacement, or None to
-            leave it out.
-        replicate: for the position of an input, an axis to name in its `replicate=`.
-        exits: for the position of a result, what to apply to it before it is returned.
-        values: for the place where a Python value is taken of a tensor, by which op to reduce it
-            before.
-        gradients: for the place where the body takes gradients, the axes over which to reduce them,
-            each with "sum" or "mean".
-        inserted: for a tensor that a call gets or returns, or a number, what to apply to it.
-        ops: for a call of all_reduce or reduce_scatter, by its spot, the op to use.
-        left_out: lines at which to leave out every collective of that name.
-        parts: the repairs that it is made of, if there are several.
-    """
-
-    text: str
-    collectives: Mapping[Place, Collective | None] = field(default_factory=dict)
-    replicate: Mapping[int, str] = field(default_factory=dict)
-    exits: Mapping[int, tuple[Insert, ...]] = field(default_factory=dict)
-    values: Mapping[Place, Op] = field(default_factory=dict)
-    gradients: Mapping[Place, Sequence[tuple[str, Op]]] = field(default_factory=dict)
-    inserted: Mapping[Spot, tuple[Change, ...]] = field(default_factory=dict)
-    ops: Mapping[Spot, Op] = field(default_factory=dict)
-    left_out: frozenset[tuple[Site | None, str]] = frozenset()
-    parts: "tuple[Repair, ...]" = ()
-
-    def sum_at(self, place: Place, gradient: Tensor) -> Tensor:
-        """Adds up a gradient that is taken at a place, over the axes that the repair names."""
-        for axis, op in self.gradients.get(place, ()):
-            gradient = ops.all_reduce(gradient, axis, dst=I, op=op)
-        return gradient
-
-    def collective_at(self, place: Place, name: str, own: T) -> Collective | T | None:
-        """Returns what to call at a place where the program calls `own`, or None for nothing."""
-        if (place[0], name) in self.left_out:
-            return None
-        return self.collectives.get(place, own)
-
-
-def both(first: Repair, second: Repair) -> Repair:
-    r"""Combines two repairs into one; where both change one collective, the second does.
-
-    Example:
-        >>> both(Repair("a", replicate={0: "tp"}), Repair("b", replicate={1: "tp"})).text
-        'a\n  and b'
-    """
-    if second.parts:
-        return reduce(both, second.parts, first)
-    changed = second.collectives.keys()
-    kept = [each for each in first.parts or (first,) if not each.collectives.keys() & changed]
-    again = [part for part in kept if part.inserted.keys() & second.inserted.keys()]
-    if again:  # applied to one tensor, one after the other
-        ((spot, chain),) = second.inserted.items()
-        second = insertion(spot, (*again[0].inserted[spot], *chain))
-        kept.remove(again[0])
-    parts = (*kept, second)
-    return Repair(
-        "\n  and ".join(part.text for part in parts),
-        {place: other for part in parts for place, other in part.collectives.items()},
-        {position: axis for part in parts for position, axis in part.replicate.items()},
-        _joined([part.exits for part in parts]),
-        {place: op for part in parts for place, op in part.values.items()},
-        _joined([part.gradients for part in parts]),
-        _joined([part.inserted for part in parts]),
-        {spot: op for part in parts for spot, op in part.ops.items()},
-        frozenset().union(*(part.left_out for part in parts)),
-        parts,
-    )
-
-
-def _joined(parts: Sequence[Mapping[Any, Sequence[Any]]]) -> dict[Any, tuple[Any, ...]]:
-    found: dict[Any, tuple[Any, ...]] = {}
-    for part in parts:
-        for key, values in part.items():
-            found[key] = (*found.get(key, ()), *values)
-    return found
-
-
-NONE = Repair("")
-"""A repair that changes nothing."""
-
-LOCATING = Repair("")
-"""Another one, with which calls are counted, so that an error tells where repairs may go."""
-
-
-def axes_of(collective: Collective) -> str:
-    """Formats the axes as the user wrote them."""
-    return repr(collective.axes[0] if len(collective.axes) == 1 else collective.axes)
-
-
-def propose(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
-    """Attaches to an error the repairs that could be tried."""
-    error.__dict__["_shardmap_repairs"] = tuple(repairs)
-    return error
-
-
-def proposed(error: ShardTypeError) -> tuple[Repair, ...]:
-    """Returns the repairs attached to an error."""
-    repairs: tuple[Repair, ...] = error.__dict__.get("_shardmap_repairs", ())
-    return repairs
-
-
-def of_equal(error: ShardTypeError, makers: Iterable[object]) -> ShardTypeError:
-    """Attaches to an error the equations that made the equal values which meet what varies."""
-    error.__dict__["_shardmap_equal"] = tuple(makers)
-    return error
-
-
-def makers_of_equal(error: ShardTypeError) -> Sequence[object]:
-    """Returns the equations that `of_equal` attached."""
-    makers: Sequence[object] = error.__dict__.get("_shardmap_equal", ())
-    return makers
-
-
-def of_types(error: ShardTypeError, types: Iterable[AxisType]) -> ShardTypeError:
-    """Attaches to an error the types that its message is about."""
-    error.__dict__["_shardmap_types"] = frozenset(types)
-    return error
-
-
-def is_about(error: ShardTypeError, axis_type: AxisType) -> bool:
-    """Returns whether a type is among those that `of_types` attached."""
-    return axis_type in error.__dict__.get("_shardmap_types", ())
-
-
-def mark_step(error: ShardTypeError) -> None:
-    """Marks an error as that of a body which takes gradients by itself."""
-    error.__dict__["_shardmap_step"] = True
-
-
-def is_of_step(error: ShardTypeError) -> bool:
-    """Returns whether the body has taken gradients by itself before this error."""
-    return "_shardmap_step" in error.__dict__
-
-
-def note_reached(error: ShardTypeError, step: float) -> bool:
-    """Notes how far a check came until this error; returns whether that was not known."""
-    return error.__dict__.setdefault("_shardmap_reached", step) is step
-
-
-def reached(error: ShardTypeError) -> float:
-    """Returns how far a check came until this error; -1 if that is not known."""
-    step: float = error.__dict__.get("_shardmap_reached", -1.0)
-    return step
-
-
-def with_tried(error: ShardTypeError, repairs: Sequence[Repair]) -> ShardTypeError:
-    """Adds to an error the repairs that passed, in the order in which they were proposed."""
-    if repairs:
-        lines = [f"Tried, and accepted also by check='global': {each.text}" for each in repairs]
-        error.args = ("\n".join([str(error), *lines]),)
-    error.__dict__["_shardmap_tried"] = tuple(repairs)
-    return error
-
-
-def tried(error: ShardTypeError) -> tuple[Repair, ...]:
-    """Returns the repairs that the message of an error names."""
-    repairs: tuple[Repair, ...] = error.__dict__.get("_shardmap_tried", ())
-    return repairs
-
-
-def shortened(error: ShardTypeError) -> ShardTypeError:
-    """Cuts an error's message to 40 lines; `findings` keeps the complete text."""
-    lines = str(error).splitlines()
-    error.findings = error.findings or (str(error),)
-    if len(lines) > MAX_LINES:
-        left = len(lines) - MAX_LINES + 1
-        error.args = ("\n".join([*lines[: MAX_LINES - 1], f"... and {left} more lines"]),)
-    return error
+_REDUCING: Final = (ops.all_reduce.__code__, ops.reduce_scatter.__code__)

@@ -11,11 +11,11 @@ from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.outcomes import Need, Where
-from shardmap_torch.checker.ir.repairs import of_types
+from shardmap_torch.checker.ir.rejections import rejected
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
-from shardmap_torch.core.closures import about_closure, name_in
+from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import COTANGENT, I, K, R, Z
@@ -78,10 +78,9 @@ class PullBack:
                     if not accepts(axis_type, have):
                         value = interpreter.storage_type(self._locals[position])
                         what = f"input {path}"
-                        wrong = messages.cotangent(
+                        raise messages.cotangent(
                             interpreter, at, axis_type, storage_type, what, value
                         )
-                        raise interpreter.located(wrong, storage_type)
                     if axis in open_axes and have != Z:
                         need = Need(have.varies, storage_type.origin())
                         self.needs[position, axis] = need
@@ -113,15 +112,15 @@ class PullBack:
         name = name_in(self._call.function, closure) or "the tensor"
         for axis, axis_type in self._interpreter.by_axis(storage_type.types).items():
             if axis_type not in (I, K, Z):
-                wrong = ShardTypeError(
+                raise rejected(
                     f"{self._call.name}: a closed-over tensor of shape {list(closure.shape)} gets "
                     f"a gradient that is {axis_type} over {axis!r}: "
                     f"{messages.wrong(I, axis_type)}.\n"
                     f"  the gradient is from {storage_type.origin()}\n"
-                    f"Fix: pass {name} as an argument{_by_call(closure)}."
+                    f"Fix: pass {name} as an argument{_by_call(closure)}.",
+                    types=[axis_type],
+                    closure=closure,
                 )
-                located = self._interpreter.located(of_types(wrong, [axis_type]), storage_type)
-                raise about_closure(located, closure)
 
 
 def record_backward(

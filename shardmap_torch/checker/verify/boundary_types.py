@@ -1,7 +1,9 @@
-"""Reads from specs the types and shapes of values at the boundary of a call."""
+"""Types, shapes and memory of values at the boundary of a call, as specs say."""
 
 from collections.abc import Sequence
+from typing import Final
 
+from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
@@ -41,3 +43,22 @@ def global_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]
     for dim, axes in spec.sharded_dims:
         found[dim] *= mesh.num_ranks(axes)
     return tuple(found)
+
+
+_COPIES: Final = frozenset({"clone"})
+"""Operations that copy here and may return their operand at run time: `contiguous`, `reshape`."""
+
+
+def input_sharing(result: StorageType) -> int | None:
+    """Returns the position of the input whose memory a result may have at run time.
+
+    Here each conversion gives a storage of its own, since a storage has one type.
+    """
+    while result.leaf is None:
+        made = result.made
+        collective = None if made is None else made.collective
+        is_view = collective is not None and collective.movement.shares
+        if made is None or not (is_view or made.name in _COPIES):
+            return None
+        result = made.operands[0].storage_type
+    return result.leaf

@@ -1,14 +1,9 @@
 """Merges the outcomes of all paths through a body, which share inputs' specs and results' types."""
 
-import dis
-import sysconfig
 from collections.abc import Sequence
-from traceback import walk_tb
-from typing import Any, Final
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import Match
-from shardmap_torch.checker.interpreter import modes
 from shardmap_torch.checker.ir.outcomes import Cast, PathOutcome, Resolved, Where
 from shardmap_torch.checker.ir.paths import format_branches
 from shardmap_torch.errors import ShardTypeError
@@ -121,38 +116,3 @@ def _conflict(
         text += [f"  {line}", *(f"  {each}" for each in format_branches(outcome.program.branches))]
     text.append("Fix: give them one type before they leave the branch, or use torch.where.")
     return ShardTypeError("\n".join(text))
-
-
-# -------------------------------------------------------------------------- ends of a path
-
-_CHECKER: Final = modes.__file__
-_STANDARD: Final = sysconfig.get_path("stdlib")
-
-
-def _is_standard(file: str) -> bool:
-    """Returns whether it is Python's own library, which may reject a symbolic number."""
-    return file.startswith(_STANDARD) and "site-packages" not in file
-
-
-def is_raised_by_body(error: BaseException) -> bool:
-    """Returns whether a `raise` or an `assert` raised it, and not an operation on stand-ins.
-
-    Such an exception ends a path, and every rank raises it. An operation on fakes may fail because
-    they have no data; what it would do with data is not known.
-    """
-    frames = list(walk_tb(error.__traceback__))
-    codes = [frame.f_code for frame, _ in frames if frame.f_code not in modes.HANDS_ON]
-    if not codes or any(code.co_filename == _CHECKER for code in codes):
-        return False
-    last = _last(error)
-    code = last.tb_frame.f_code
-    if dis.opname[code.co_code[last.tb_lasti]] != "RAISE_VARARGS" or _is_standard(code.co_filename):
-        return False
-    return error.__context__ is None or is_raised_by_body(error.__context__)
-
-
-def _last(error: BaseException) -> Any:
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None:
-        tb = tb.tb_next
-    return tb

@@ -1,29 +1,37 @@
 """Conversions of results: from their types to those that their specs promise."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.casts import apply
 from shardmap_torch.checker.communication.collectives import AbstractBackend
-from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.insertions import to_spec
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
-from shardmap_torch.checker.ir.outcomes import Cast, Exit, Resolved, Where
-from shardmap_torch.checker.ir.repairs import Insert, Repair, applied, nested, note_reached, propose
+from shardmap_torch.checker.ir.outcomes import Cast, Exit, Where
+from shardmap_torch.checker.ir.rejections import propose
+from shardmap_torch.checker.ir.repairs import Insert, Repair, applied, nested
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.checker.verify.boundary_types import promised
+from shardmap_torch.checker.verify.request import Request
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
+
+if TYPE_CHECKING:  # an interpretation asks here for the types of results
+    from shardmap_torch.checker.verify.interpretation import Interpretation
+
+Exits: TypeAlias = Mapping[Where, Exit]
+"""The conversions of each result along each axis."""
 
 _EXITS: dict[tuple[str, str], tuple[Cast, ...]] = {
     ("I", "I"): (),
@@ -150,122 +158,115 @@ _CAUSES: Final = {
 }
 
 
-class Exits:
-    """Checks and converts the results of one path through a body.
+def convert_results(request: Request, made: "Interpretation", result: Result) -> Exits:
+    """Converts every result of a path to the type that its spec promises.
 
-    Attributes:
-        exits: the conversions of each result.
+    Raises:
+        ShardTypeError: names all that do not match, and where they come from.
     """
+    interpreter, backend = made.interpreter, made.backend
+    repair_results(request.call, backend, request.repair, result)
+    exits = _matching_exits(request, made, result)
+    for position in result.match.crossing:
+        spec, path = result.match.spec(position), result.match.paths[position]
+        try:
+            interpreter.observer.on_result(path, result.leaves[position], spec)
+        except ShardTypeError as error:
+            _propose(made, error, result, [position])
+            raise
+    report_values(interpreter.observer, result)
+    interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
+    for (position, axis), exit_ in exits.items():
+        casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
+        result.leaves[position] = apply(backend, casts, result.leaves[position])
+    return exits
 
-    def __init__(
-        self,
-        call: Call,
-        interpreter: Interpreter,
-        backend: AbstractBackend,
-        resolved: Resolved,
-        repair: Repair,
-        uncommitted: Uncommitted,
-    ) -> None:
-        """Takes `resolved`, the choices that all paths share, and the `repair` that is tried."""
-        self._call, self._interpreter, self._backend = call, interpreter, backend
-        self._resolved, self._repair, self._uncommitted = resolved, repair, uncommitted
-        self.exits: dict[Where, Exit] = {}
 
-    def leave(self, result: Result) -> None:
-        """Converts every result to the type that its spec promises.
+def _matching_exits(request: Request, made: "Interpretation", result: Result) -> Exits:
+    """Finds the conversions of results; raises one error about all that match no spec."""
+    interpreter, exits = made.interpreter, dict[Where, Exit]()
+    mismatches: list[ResultMismatch] = []
+    wrong: dict[int, list[str]] = {}
+    for position in result.match.crossing:
+        spec, path = result.match.spec(position), result.match.paths[position]
+        value = result.leaves[position]
+        # A real tensor that the body returns as it is was closed over.
+        result.leaves[position] = value = interpreter.fakify(value)
+        interpreter.copies.reject_stale(interpreter.name, [value])
+        types = interpreter.by_axis(made.uncommitted.types_of(value))
+        for axis, axis_type in types.items():
+            if axis not in request.call.mapped:
+                continue
+            found = casts_to(interpreter, path, spec, axis, axis_type, value)
+            if isinstance(found, str):
+                origin = interpreter.storage_type(value).origin()
+                is_sum = axis_type == Partial
+                mismatches.append(ResultMismatch(path, spec, axis, is_sum, origin, found))
+                wrong.setdefault(position, []).append(axis)
+            else:
+                exits[position, axis] = _exit(request, made, (position, axis), found, spec, value)
+    if mismatches:
+        head = f"{request.call.name}: the result does not match out_specs:"
+        error = ShardTypeError("\n".join([head, *mismatch_paragraphs(mismatches)]))
+        error.findings = tuple(mismatch.text for mismatch in mismatches)
+        propose(error, [_summed(result, wrong)])
+        _propose(made, error, result, [*wrong])
+        raise error
+    return exits
 
-        Raises:
-            ShardTypeError: names all that do not match, and where they come from.
-        """
-        mismatches: list[ResultMismatch] = []
-        wrong: dict[int, list[str]] = {}
-        repair_results(self._call, self._backend, self._repair, result)
-        for position in result.match.crossing:
-            spec, path = result.match.spec(position), result.match.paths[position]
-            value = result.leaves[position]
-            # A real tensor that the body returns as it is was closed over.
-            result.leaves[position] = value = self._interpreter.fakify(value)
-            self._interpreter.copies.reject_stale(self._interpreter.name, [value])
-            types = self._interpreter.by_axis(self._uncommitted.types_of(value))
-            for axis, axis_type in types.items():
-                if axis not in self._call.mapped:
-                    continue
-                found = casts_to(self._interpreter, path, spec, axis, axis_type, value)
-                if isinstance(found, str):
-                    origin = self._interpreter.storage_type(value).origin()
-                    mismatch = ResultMismatch(path, spec, axis, axis_type == Partial, origin, found)
-                    mismatches.append(mismatch)
-                    wrong.setdefault(position, []).append(axis)
-                else:
-                    self.exits[position, axis] = self._exit((position, axis), found, spec, value)
-        if mismatches:
-            head = f"{self._call.name}: the result does not match out_specs:"
-            error = ShardTypeError("\n".join([head, *mismatch_paragraphs(mismatches)]))
-            error.findings = tuple(mismatch.text for mismatch in mismatches)
-            raise self._proposed(error, result, [*wrong], [self._summed(result, wrong)])
-        for position in result.match.crossing:
-            spec, path = result.match.spec(position), result.match.paths[position]
-            try:
-                self._interpreter.observer.on_result(path, result.leaves[position], spec)
-            except ShardTypeError as error:
-                raise self._proposed(error, result, [position], []) from None
-        report_values(self._interpreter.observer, result)
-        self._interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
-        for (position, axis), exit_ in self.exits.items():
-            casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
-            with self._backend.inserting():  # which no body calls
-                value = apply(self._backend, casts, result.leaves[position])
-            result.leaves[position] = value
 
-    def _exit(self, where: Where, found: tuple[Cast, ...], spec: P, value: Tensor) -> Exit:
-        """Returns the conversions, or those that all paths share if they are right as well."""
-        _, axis = where
-        storage_type = self._interpreter.storage_type(value)
-        axis_type = self._interpreter.types(base_of(value))[self._interpreter.axes.index(axis)]
-        promise = promised(spec, axis).kind
-        # What does not type as I is known by the retry as R.
-        is_free = self._uncommitted.assumed == K or not self._interpreter.flows(base_of(value))
-        readings = _READINGS.get((axis_type.kind, promise), "") if is_free else ""
-        others = frozenset(_EXITS[reading, promise] for reading in readings)
-        shared = self._resolved.exits.get(where, found)
-        return Exit(shared if shared in others else found, others, storage_type.origin())
+def _exit(
+    request: Request,
+    made: "Interpretation",
+    where: Where,
+    found: tuple[Cast, ...],
+    spec: P,
+    value: Tensor,
+) -> Exit:
+    """Returns the conversions, or those that all paths share if they are right as well."""
+    _, axis = where
+    interpreter = made.interpreter
+    axis_type = interpreter.by_axis(interpreter.types(base_of(value)))[axis]
+    promise = promised(spec, axis).kind
+    # What does not type as I is known by the retry as R.
+    is_free = made.uncommitted.assumed == K or not interpreter.flows(base_of(value))
+    readings = _READINGS.get((axis_type.kind, promise), "") if is_free else ""
+    others = frozenset(_EXITS[reading, promise] for reading in readings)
+    shared = request.resolved.exits.get(where, found)
+    origin = interpreter.storage_type(value).origin()
+    return Exit(shared if shared in others else found, others, origin)
 
-    def _summed(self, result: Result, axes: dict[int, list[str]]) -> Repair:
-        """Returns the repair that sums every result over its axes."""
-        names = [
-            f"{result.match.paths[position]} over {', '.join(map(repr, names))}"
-            for position, names in axes.items()
-        ]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        what = " and ".join(names[:_SHOWN]) + more
-        exits = {
-            position: tuple(Insert("all_reduce", axis, (("dst", I),)) for axis in over)
-            for position, over in axes.items()
-        }
-        return Repair(f"all_reduce {what} with dst=I before the return", exits=exits)
 
-    def _proposed(
-        self, error: ShardTypeError, result: Result, wrong: Sequence[int], repairs: list[Repair]
-    ) -> ShardTypeError:
-        """Attaches repairs that give results, by their layouts, those that specs promise."""
-        spots = self._interpreter.spots
-        if spots is None:
-            return propose(error, repairs)
-        note_reached(error, spots.step(False) + 0.25)
-        repairs += spots.factors
-        chains = []
-        for position in wrong:
-            repairs += spots.regathers(result.leaves[position])
-            state, own = spots.state(result.leaves[position])
-            chains.append(to_spec(state, own, result.match.spec(position)))
-        for each in zip(*chains, strict=False):
-            named = zip(wrong, each, strict=True)
-            names = [nested(c, result.match.paths[p]) for p, c in named]
-            more = f" and {len(names) - _SHOWN} more alike" if len(names) > _SHOWN else ""
-            exits = dict(zip(wrong, each, strict=True))
-            text = f"return {', '.join(names[:_SHOWN])}{more}"
-            repairs.append(Repair(text, exits=exits))
-        return propose(error, repairs)
+def _summed(result: Result, axes: Mapping[int, Sequence[str]]) -> Repair:
+    """Returns the repair that sums every result over its axes."""
+    names = [
+        f"{result.match.paths[position]} over {', '.join(map(repr, names))}"
+        for position, names in axes.items()
+    ]
+    exits = {
+        position: tuple(Insert("all_reduce", axis, (("dst", I),)) for axis in over)
+        for position, over in axes.items()
+    }
+    return Repair(f"all_reduce {_some(names)} with dst=I before the return", exits=exits)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return " and ".join(names[:_SHOWN]) + more
+
+
+def _propose(
+    made: "Interpretation", error: ShardTypeError, result: Result, wrong: Sequence[int]
+) -> None:
+    """Proposes other reductions, or what gives results the layouts that their specs promise."""
+    interpreter, exits = made.interpreter, dict[int, Sequence[Insert]]()
+    for position in wrong:
+        state, own = proposals.state(interpreter, result.leaves[position])
+        exits[position] = to_spec(state, own, result.match.spec(position))
+    propose(error, proposals.reductions(interpreter, [result.leaves[at] for at in wrong]))
+    if all(exits.values()):
+        names = [nested(chain, result.match.paths[at]) for at, chain in exits.items()]
+        propose(error, [Repair(f"return {_some(names)}", exits=exits)])
 
 
 def report_values(observer: Observer, result: Result) -> None:
@@ -278,6 +279,5 @@ def report_values(observer: Observer, result: Result) -> None:
 def repair_results(call: Call, backend: AbstractBackend, repair: Repair, result: Result) -> None:
     """Applies to results what the repair that is tried says."""
     for position, chain in repair.exits.items():
-        with enter_scope(Scope(backend, call.bound)), backend.inserting():
-            value = applied(chain, result.leaves[position])
-        result.leaves[position] = value
+        with enter_scope(Scope(backend, call.bound)):
+            result.leaves[position] = applied(chain, result.leaves[position])

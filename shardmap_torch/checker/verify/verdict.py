@@ -1,7 +1,6 @@
 """The verdict on a call: all paths through its body, and repairs if one is rejected."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -17,30 +16,22 @@ from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
 from shardmap_torch.checker.ir.rank_only import keep_scope
-from shardmap_torch.checker.ir.repairs import (
-    NONE,
-    Repair,
-    is_about,
-    is_of_step,
-    makers_of_equal,
-    shortened,
-    with_tried,
-)
+from shardmap_torch.checker.ir.rejections import rejection_of, shortened, with_tried
+from shardmap_torch.checker.ir.repairs import NONE, Repair
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
-from shardmap_torch.checker.verify.path import Request, Strictness, verify_path
-from shardmap_torch.checker.verify.search import search
+from shardmap_torch.checker.verify.path import verify_path
+from shardmap_torch.checker.verify.request import Reading, Request, Strictness
+from shardmap_torch.checker.verify.search import find_repair
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.caching import lazy
-from shardmap_torch.core.closures import closure_of
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
-from shardmap_torch.types import I, R, V
+from shardmap_torch.types import I, K, R
 
 Casts = tuple[Collective, ...]
 
@@ -143,20 +134,36 @@ def verify(call: Call, strictness: Strictness, otherwise: Otherwise | None = Non
             raise
         return verify(call, strictness, otherwise)
     except ShardTypeError as error:
-        closure = closure_of(error)
-        if closure is not None and call.lifts(closure):
-            raise  # called again, with an argument in its place
-        verdict = None if otherwise is None else otherwise(call, strictness, error)
-        if verdict is not None:
-            return verdict
-        step = _as_step(call, strictness)
-        is_step = step is None and is_of_step(error) and not _is_transformed()
-        # With a repair, results of a step need no gradient either.
-        tried_on = replace(call, leaves=detached(call)) if is_step else call
-        refusal = shortened(with_tried(error, search(tried_on, error, strictness, attempt)))
-        if step is None:
-            raise refusal from None
-        return replace(step, refusal=refusal)
+        return _verify_otherwise(call, strictness, error, otherwise)
+
+
+def _verify_otherwise(
+    call: Call, strictness: Strictness, error: ShardTypeError, otherwise: Otherwise | None
+) -> Verdict:
+    """Returns a verdict for which the error of the program as it is does not matter.
+
+    Raises:
+        ShardTypeError: the error, if there is none.
+    """
+    # 1. A closed-over tensor whose gradient is to be summed: the caller makes it an argument.
+    closure = rejection_of(error).closure
+    if closure is not None and call.lifts(closure):
+        raise error
+    # 2. What differs step by step from one device may be equal to it by numbers.
+    verdict = None if otherwise is None else otherwise(call, strictness, error)
+    if verdict is not None:
+        return verdict
+    # 3. A step that takes gradients by itself is right if nobody differentiates its results; who
+    # does so later gets the error.
+    step = _as_step(call, strictness)
+    # 4. The error is printed with a repair. With that, results of a step need no gradient either.
+    takes_gradients = rejection_of(error).takes_gradients and not _is_transformed()
+    is_step = step is None and takes_gradients
+    tried_on = replace(call, leaves=detached(call)) if is_step else call
+    refusal = shortened(with_tried(error, find_repair(tried_on, error, strictness, attempt)))
+    if step is None:
+        raise refusal from None
+    return replace(step, refusal=refusal)
 
 
 def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
@@ -165,9 +172,7 @@ def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
     None where it is not one, or is wrong; or where a transform around the call differentiates it.
     """
     leaves = [call.leaves[position] for position in call.crossing]
-    if _is_transformed():
-        return None
-    if not any(map(can_receive_gradient, leaves)):
+    if _is_transformed() or not any(map(can_receive_gradient, leaves)):
         return None
     try:
         verdict = attempt(replace(call, leaves=detached(call)), NONE, strictness)
@@ -190,41 +195,70 @@ def detached(call: Call) -> list[Any]:
 
 
 def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = EXACT) -> Verdict:
-    """Tries JAX's reading of its casts first, and then the one that leaves gradients unsummed."""
-    copies = V if strictness == "local" else R
-    first, second = (
-        Request(call, repair, strictness, readings=Readings(uncommitted, copies), sizes=sizes)
-        for uncommitted in (I, R)
-    )
+    """Checks a call by one reading after the other of what the program leaves open.
+
+    Raises:
+        ShardTypeError: it is well-typed by none.
+    """
+    reading: Reading | None = Reading()
+    failures: list[tuple[Reading, ShardTypeError]] = []
     try:
-        return _casting(first)
-    except ShardTypeError as error:
-        if not first.readings.asked:
-            raise
-        with suppress(ShardTypeError):
-            return _casting(second)
-        raise error from None
+        while reading is not None:
+            casts = reading.casts(strictness)
+            request = Request(call, repair, strictness, sizes, reading, casts)
+            try:
+                return _verify_paths(request)
+            except Exception as error:  # the user's code may raise anything
+                if isinstance(error, ShardTypeError):
+                    failures.append((reading, error))
+                elif not (request.met.assumed and reading.assumes):
+                    raise
+                reading = _next(request, error)
+        raise _shown(failures) from None
+    finally:
+        failures.clear()  # they refer to this frame, which refers to them
 
 
-def _casting(request: Request) -> Verdict:
-    """Casts equal results of `lax` where they meet what varies, as JAX does, a call at a time."""
-    readings, first = request.readings, None
-    while True:
-        try:
-            return _attempt_as(request)
-        except ShardTypeError as error:
-            if first is None or not is_about(error, R):  # a cast that nobody has written makes R
-                first = error
-            known, makers = readings.results, makers_of_equal(error)
-            more = {known[maker] for maker in makers if maker in known}
-            if more <= readings.cast:
-                raise first from None
-        readings.cast |= more
-        readings.results.clear()
-        request = replace(request, start=CheckedStep())
+def _next(request: Request, error: Exception) -> Reading | None:
+    """Returns the reading to try after one by which a program is not well-typed, if one is left.
+
+    Only what has mattered in the failure is read otherwise, the cheapest first.
+    """
+    reading, met, casts = request.reading, request.met, request.casts
+    # 1. A result that is K has been returned as I, and its gradients do not fit: as R.
+    if met.results and reading.results == K:
+        return replace(reading, results=R)
+    # 2. One-device gradients that are assumed stand for a backward that nothing has looked at. To
+    # interpret it costs as much as the ranks' own, but what is assumed may be what is wrong.
+    if met.assumed and reading.assumes:
+        return replace(reading, results=K, assumes=False)
+    # 3. Equal results of `lax` that meet what varies are cast by JAX where they meet, a call at a
+    # time: of those calls that the error is about.
+    makers = rejection_of(error).equal if isinstance(error, ShardTypeError) else ()
+    cast = reading.cast | {casts.results[made] for made in makers if made in casts.results}
+    if cast != reading.cast:
+        return Reading(cast=cast, uncommitted=reading.uncommitted)
+    # 4. JAX sums the gradient of what it casts. Where that does not type, it stays a pending sum.
+    if casts.asked and reading.uncommitted == I:
+        return Reading(uncommitted=R)
+    return None
 
 
-def _attempt_as(request: Request) -> Verdict:
+def _shown(failures: Sequence[tuple[Reading, ShardTypeError]]) -> ShardTypeError:
+    """Returns the error to show where a program is well-typed by no reading.
+
+    That is by JAX's reading, results as I, and gradients that were computed, if they were. Of
+    errors before and after a cast of `lax` it is the last, unless that is about R: nobody has
+    written the cast that makes R.
+    """
+    own = [(by, error) for by, error in failures if (by.results, by.uncommitted) == (K, I)]
+    computed = {by.cast for by, _ in own if not by.assumes}
+    first, *later = [error for by, error in own if not (by.assumes and by.cast in computed)]
+    return next((each for each in reversed(later) if R not in rejection_of(each).types), first)
+
+
+def _verify_paths(request: Request) -> Verdict:
+    """Verifies all paths, with choices that they share: those of one are the next one's."""
     call = request.call
     for _ in range(_ROUNDS):
         outcomes = every_path(call.name, partial(verify_path, request))

@@ -23,7 +23,7 @@ from shardmap_torch.checker.api import ShapeDtype, stand_ins
 from shardmap_torch.checker.ir.program import CLOSED_OVER, Equation
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.rules.infer import is_real
-from shardmap_torch.checker.verify.path import Strictness
+from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt, detached, verify
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import can_receive_gradient

@@ -41,7 +41,7 @@ from tests.checker.support.rejections import (
     rejection,
 )
 
-pytestmark = pytest.mark.usefixtures("insertions")
+pytestmark = pytest.mark.usefixtures("repairs")
 
 DATA = numbers(8, 6, grad=False, seed=2)
 

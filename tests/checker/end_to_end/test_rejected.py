@@ -13,7 +13,7 @@ def _interpretations() -> int:
     return sum(type(each) is Interpreter for each in gc.get_objects())
 
 
-@pytest.mark.usefixtures("insertions")
+@pytest.mark.usefixtures("repairs")
 def test_every_rejection_reads_as_it_did_and_frees_its_interpretation() -> None:
     before = _interpretations()
     assert messages() == GOLDEN.read_text(), (

@@ -10,6 +10,7 @@ all programs of these tests are checked so, and the number of answers is printed
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from shardmap_torch.checker.rules import infer
 from shardmap_torch.checker.spmd import layout
 from shardmap_torch.checker.spmd.operations import Operations
 from shardmap_torch.checker.spmd.repeated import Repeated
-from shardmap_torch.checker.verify import path
+from shardmap_torch.checker.verify import path, verdict
 from shardmap_torch.core import source_location
 from shardmap_torch.errors import ShardTypeError
 
@@ -216,16 +217,16 @@ def _layouts(counts: Counter[str]) -> Iterator[None]:
 @contextmanager
 def _gradients(counts: Counter[str]) -> Iterator[None]:
     """Verdicts on programs whose gradients on one device are assumed."""
-    verify = path._verify_either
+    verify = path.verify_path
 
-    def verify_anew(request: Any, branches: Any, one: Any, records: Any) -> Any:
-        outcome = verify(request, branches, one, records)
-        if one is None or not one.steps.has_assumed:
+    def verify_anew(request: Any, branches: Any) -> Any:
+        outcome = verify(request, branches)
+        if not request.met.assumed:
             return outcome
         branches.start()
-        computed = path._on_one_device(request, branches.again(), assumes=False)
+        computed = replace(request, reading=replace(request.reading, assumes=False))
         try:
-            anew = verify(request, branches, computed, records)
+            anew = verify(computed, branches)
         except Exception as error:
             raise ForgottenError(f"with gradients that are computed: {error}") from error
         counts["gradients"] += 1
@@ -233,7 +234,7 @@ def _gradients(counts: Counter[str]) -> Iterator[None]:
         require("their casts", outcome.exits, anew.exits)
         return anew
 
-    with patch.object(path, "_verify_either", verify_anew):
+    with patch.object(verdict, "verify_path", verify_anew):
         yield
 
 

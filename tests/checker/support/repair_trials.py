@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 from unittest import mock
@@ -32,7 +32,8 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.ir.repairs import Repair, is_of_step, tried
+from shardmap_torch.checker.ir.rejections import rejection_of
+from shardmap_torch.checker.ir.repairs import Repair
 from shardmap_torch.checker.verify import search, verdict
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import unflatten
@@ -99,21 +100,9 @@ def fate_of(rejection: Rejection, repair: Repair) -> str:
     program cannot run with one rank an axis.
     """
     call = rejection.call
-    if repair.values:
-        return OTHER
     leaves = [call.leaves[position] for position in call.crossing]
     positions = {position: at for at, position in enumerate(call.crossing)}
-    own = Repair(
-        repair.text,
-        repair.collectives,
-        {positions[at]: axis for at, axis in repair.replicate.items()},
-        repair.exits,
-        repair.values,
-        repair.gradients,
-        repair.inserted,
-        repair.ops,
-        repair.left_out,
-    )
+    own = replace(repair, replicate={positions[at]: a for at, a in repair.replicate.items()})
 
     def body(*tensors: Tensor) -> Any:
         every = list(call.leaves)
@@ -129,7 +118,7 @@ def fate_of(rejection: Rejection, repair: Repair) -> str:
     ranks = make_mesh(call.mesh.axis_sizes, names, kind="simulated", simulate="ranks")
     one = make_mesh((1,) * len(names), names, kind="simulated", simulate="ranks")
     fate = _compared(ranks, one, body, specs, call.out_specs, own, args, grad, rejection)
-    if grad and fate in (REFUSED, OTHER) and is_of_step(rejection.error):
+    if grad and fate in (REFUSED, OTHER) and rejection_of(rejection.error).takes_gradients:
         # The results of a step that takes gradients by itself may have none.
         fate = _compared(ranks, one, body, specs, call.out_specs, own, args, False, rejection)
     return fate
@@ -169,7 +158,7 @@ class Tally:
     Attributes:
         rejections: how many there were; `advised` of these have a `Fix:` or a repair.
         repaired: how many have a repair that was tried.
-        fates: those of all repairs.
+        fates: those of these repairs.
         notes: of each repair that is not right, and of each rejection without advice, its text.
     """
 
@@ -181,17 +170,17 @@ class Tally:
 
     def note(self, rejection: Rejection) -> None:
         """Tries the repairs of one rejection."""
-        repairs, text = tried(rejection.error), str(rejection.error)
+        repair, text = rejection_of(rejection.error).tried, str(rejection.error)
         self.rejections += 1
-        self.repaired += bool(repairs)
-        self.advised += "Fix:" in text or bool(repairs)
-        if "Fix:" not in text and not repairs:
-            self.notes.append(f"no advice: {text}")
-        for repair in repairs:
-            fate = fate_of(rejection, repair)
-            self.fates[fate] += 1
-            if fate != RIGHT:
-                self.notes.append(f"{fate}: {repair.text}\n{text}")
+        self.repaired += repair is not None
+        self.advised += "Fix:" in text or repair is not None
+        if repair is None:
+            self.notes += [f"no advice: {text}"] * ("Fix:" not in text)
+            return
+        fate = fate_of(rejection, repair)
+        self.fates[fate] += 1
+        if fate != RIGHT:
+            self.notes.append(f"{fate}: {repair.text}\n{text}")
 
 
 # ----------------------------------------------------------------------------------- programs
@@ -298,9 +287,8 @@ def section(tallies: Mapping[str, Tally], seeds: int, commit: str) -> str:
             f"Programs of {seeds} seeds of each class were checked, most of them wrong. Each "
             "repair that an error prints as tried was applied by a program, and the result was "
             "compared with one device, values and gradients, on rank threads in float64. "
-            "*advised*: rejections with a `Fix:` or such a repair. *not applied*: reductions "
-            "before a Python number, which nothing applies mechanically, and programs that cannot "
-            "run on one rank.",
+            "*advised*: rejections with a `Fix:` or such a repair. *not applied*: programs that "
+            "cannot run on one rank.",
             "",
             "| programs | rejections | advised | with a repair | right | wrong | not applied |",
             "|---|---|---|---|---|---|---|",

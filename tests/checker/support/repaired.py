@@ -1,16 +1,13 @@
 """Applies repairs that the checker prints, at the level of what the user calls.
 
 Nothing here knows how the checker tries them: collectives are exchanged where they are issued,
-gradients summed where `torch.func.grad` returns them, results before they leave. A reduction before
-`.item()` is not: torch looks the method up by name.
+gradients summed where `torch.func.grad` returns them, results before they leave.
 """
 
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
 
@@ -24,17 +21,15 @@ from shardmap_torch import (
     P,
     Partial,
     ShardMapError,
-    all_reduce,
-    reduce_scatter,
     shard_map,
     typeof,
 )
 from shardmap_torch.checker.interpreter import modes
-from shardmap_torch.checker.ir.insertions import chain_of, with_inserted
-from shardmap_torch.checker.ir.repairs import Places, Repair, Spot
+from shardmap_torch.checker.interpreter.proposals import distinct
+from shardmap_torch.checker.ir.repairs import Repair, collective_call, function_call
 from shardmap_torch.checker.ir.repairs import applied as applied_to
-from shardmap_torch.checker.rewrites.table import METADATA
 from shardmap_torch.collectives import autograd
+from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core import source_location
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
@@ -46,36 +41,21 @@ Body = Callable[..., Any]
 
 class _PerRank(threading.local):
     def __init__(self) -> None:
-        self.is_inside, self.is_inserting = False, False
-        self.start()
+        self.is_inside = False
 
-    @contextmanager
-    def inserting(self) -> Iterator[None]:
-        """Marks calls of this context as no part of the program that is repaired."""
-        self.is_inserting = True
-        try:
-            yield
-        finally:
-            self.is_inserting = False
-
-    def start(self) -> None:
-        self.collectives, self.gradients = Places(), Places()
-
-    def summed(self, at: Any, gradient: Tensor | None, axes: Any) -> Tensor | None:
-        """Sums a gradient over the axes over which it is pending, as the check has found."""
-        if gradient is None:
-            return None
-        for axis, op in axes:
-            with suppress(ShardMapError):  # in a run there are no types
-                _PENDING[at, axis] = typeof(gradient)[axis] == Partial
-            if _PENDING[at, axis]:
-                gradient = all_reduce(gradient, axis, dst=I, op=op)
-        return gradient
+    def summed(self, at: Any, gradient: Tensor | None, insert: Any) -> Tensor | None:
+        """Sums a gradient over the axis over which it is pending, as the check has found."""
+        if gradient is None or insert is None:
+            return gradient
+        with suppress(ShardMapError):  # in a run there are no types
+            _PENDING[at] = typeof(gradient)[insert.axis] == Partial
+        summed: Tensor = insert.apply(gradient) if _PENDING[at] else gradient
+        return summed
 
 
 _AT = _PerRank()
 _PENDING: Final[dict[Any, bool]] = {}
-"""Gradients that are pending sums over an axis, and others, by place and number."""
+"""Gradients that are pending sums over an axis, and others, by line and number."""
 
 
 @contextmanager
@@ -91,16 +71,15 @@ def _replaced(function: Callable[..., Any], by: Callable[..., Any]) -> Iterator[
 
 @contextmanager
 def applied(repair: Repair) -> Iterator[None]:
-    """Programs that run in here are repaired, if `counted` counts their lines."""
+    """Programs that run in here are repaired."""
     issue, grad = autograd.issue, torch.autograd.grad
 
     def repaired_issue(scope: Any, operation: Any, x: Tensor) -> Tensor:
-        if _AT.is_inserting:
-            return issue(scope, operation, x)
-        place = _AT.collectives.next(call_site())
-        name = getattr(operation, "total", operation).name
-        other = repair.collective_at(place, name, operation)
+        other = repair.collectives.get(collective_call(), operation)
         return x if other is None else issue(scope, other, x)
+
+    def repaired_reduction(scope: Scope, op: str, axes: Any, x: object) -> str:
+        return repair.op_at(collective_call(), op)
 
     def repaired_grad(*args: Any, **kwargs: Any) -> Any:
         if not _AT.is_inside:  # the test's own, or the checker's call of what it has seen
@@ -110,58 +89,42 @@ def applied(repair: Repair) -> Iterator[None]:
             found = grad(*args, **kwargs)
         finally:
             _AT.is_inside = True
-        place = _AT.gradients.next(call_site())
-        axes = repair.gradients.get(place, ())
-        return tuple(_AT.summed((place, at), g, axes) for at, g in enumerate(found))
+        line = call_site()
+        insert = repair.gradients.get(line)
+        return tuple(_AT.summed((line, at), g, insert) for at, g in enumerate(found))
 
     with ExitStack() as stack:
         own = (*source_location._OWN, __file__)  # the user's lines are those of the programs
         stack.enter_context(mock.patch.object(source_location, "_OWN", own))
+        stack.enter_context(mock.patch.object(source_location, "_USERS", {}))
         stack.enter_context(_replaced(issue, repaired_issue))
-        for function in (all_reduce, reduce_scatter):
-            stack.enter_context(_replaced(function, _with_op(function, repair)))
+        stack.enter_context(mock.patch.object(Scope, "reduction", repaired_reduction))
         stack.enter_context(mock.patch.object(torch.autograd, "grad", repaired_grad))
         stack.enter_context(mock.patch.dict(modes._SPECIAL, {repaired_grad: modes._SPECIAL[grad]}))
         yield
 
 
-def _with_op(function: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
-    """A reduction that is called with another op where a repair says so."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        found = source_location.calling(sys._getframe(1))
-        spot = None if found is None else Spot(*found, function.__name__)
-        if spot is not None and spot in repair.ops:
-            kwargs = {**kwargs, "op": repair.ops[spot]}
-        return function(*args, **kwargs)
-
-    return called
-
-
 class _Inserting(TorchFunctionMode):
-    """Applies to what calls get and return what a repair inserts there."""
+    """Applies to what calls get what a repair inserts there."""
 
     def __init__(self, repair: Repair) -> None:
         super().__init__()
-        self._inserted, self._runs = repair.inserted, Counter[Spot]()
+        self._operands = repair.operands
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_ignored = func in METADATA or running_backward() != NO_BACKWARD
-        found = None if is_ignored else source_location.calling(sys._getframe(1))
-        if found is None:
-            return func(*args, **kwargs)
-        base = Spot(*found, getattr(func, "__name__", "").strip("_") or "a function")
-        spot = replace(base, run=self._runs[base])
-        self._runs[base] += 1
-        with _AT.inserting():
-            args, kwargs = with_inserted(spot, self._inserted, args, kwargs)
-        out = func(*args, **kwargs)
-        chain = chain_of(replace(spot, index=-1), self._inserted)
-        if not chain or not isinstance(out, Tensor):
-            return out
-        with _AT.inserting():
-            return applied_to(chain, out)
+        if running_backward() == NO_BACKWARD:
+            spot = function_call(func)
+            for number, x in enumerate(distinct(args, kwargs)):
+                insert = None if spot is None else self._operands.get((spot, number))
+                if insert is not None:
+                    args, kwargs = _with(insert.apply(x), x, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _with(y: Tensor, x: Tensor, args: Any, kwargs: Any) -> Any:
+    leaves, structure = flatten((tuple(args), kwargs))
+    return unflatten(structure, [y if leaf is x else leaf for leaf in leaves])
 
 
 def repaired_specs(specs: Sequence[P], repair: Repair) -> tuple[P, ...]:
@@ -203,7 +166,6 @@ def outcome(
         return _with_gradients(mapped, args, differentiated)
 
     def counted(*inputs: Any) -> Any:
-        _AT.start()
         _AT.is_inside = True
         try:
             with _Inserting(repair):
