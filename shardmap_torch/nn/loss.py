@@ -1,21 +1,112 @@
 """Cross-entropy losses whose classes (the vocabulary) are sharded over an axis."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
+from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.chunked_loss import chunked_nats
 from shardmap_torch.nn.core.arguments import check_inner, num_rows, read_layout, to_replicate
 from shardmap_torch.nn.core.region import PerRank, axes_of, per_rank
 from shardmap_torch.nn.embedding import own_rows
-from shardmap_torch.ops import all_gather, all_reduce, axis_size
+from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert
 from shardmap_torch.ops.arguments import Axis
-from shardmap_torch.types import I, R, TypeLike
+from shardmap_torch.types import I, R, TypeLike, V
 
 Reduction: TypeAlias = Literal["none", "sum", "mean"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A cross-entropy over classes that are sharded over `axis`; see the functions below."""
+
+    name: str
+    axis: Axis
+    reduction: Reduction = "mean"
+    batch_axis: Axis = ()
+    ignore_index: int | None = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.reduction not in get_args(Reduction):
+            raise LayerError(
+                f"{self.name}: reduction={self.reduction!r} is none of none, sum, mean."
+            )
+        if not 0 <= self.label_smoothing <= 1:
+            raise LayerError(
+                f"{self.name}: label_smoothing={self.label_smoothing} is not within 0 and 1."
+            )
+        if self.z_loss < 0:
+            raise LayerError(f"{self.name}: z_loss={self.z_loss} is negative.")
+
+    def kept(self, targets: Tensor) -> Tensor | None:
+        """Returns the mask of the positions that are not ignored; None if all count."""
+        return None if self.ignore_index is None else targets != self.ignore_index
+
+    def nats(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        look_up: Callable[[Tensor, Tensor], Tensor] | None = None,
+        scale: Tensor | None = None,
+        class_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Computes the loss of each position.
+
+        The loss is the sum over the classes of mass * (log_total - logit), whose mass is that of
+        the targets, of which a share is spread over all classes.
+
+        Args:
+            logits: [..., v/r].
+            targets: class numbers, or [..., v/r] probabilities.
+            look_up: takes logits and class numbers, and returns the logits of these: an addend.
+            scale: the factor of each target.
+            class_weight: the factors of all classes.
+        """
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest = all_reduce(logits.detach().amax(-1), self.axis, op="max", dst=R)
+        shifted = logits - largest.unsqueeze(-1)
+        log_total = all_reduce(shifted.exp().sum(-1), self.axis, dst=I).log()
+        mass: Tensor | None = scale
+        if look_up is None:
+            score = (targets * shifted).sum(-1)
+            mass = all_reduce(targets.sum(-1), self.axis, dst=I)
+        else:
+            score = look_up(shifted, targets)
+            score = score if scale is None else score * scale
+        if self.label_smoothing:
+            num_classes = shifted.shape[-1] * axis_size(self.axis)
+            spread, share = shifted, self.label_smoothing / num_classes
+            if class_weight is not None:
+                spread = shifted * convert(class_weight, self.axis, src=I, dst=V, dim=0)
+            score = score * (1 - self.label_smoothing) + spread.sum(-1) * share
+            if mass is not None:
+                all_of = num_classes if class_weight is None else class_weight.sum()
+                mass = mass * (1 - self.label_smoothing) + share * all_of
+        weighted = log_total if mass is None else log_total * mass
+        nats = weighted - all_reduce(score, self.axis, dst=I)
+        return nats + self.z_loss * (log_total + largest).square() if self.z_loss else nats
+
+    def reduce(self, nats: Tensor, kept: Tensor | None, scale: Tensor | None = None) -> Tensor:
+        """Sums or averages, over the global batch, the positions that are not ignored."""
+        nats = nats if kept is None else nats.where(kept, 0)
+        if self.reduction == "none":
+            return nats
+        axes = axes_of(self.batch_axis)
+        total = nats.sum()
+        total = all_reduce(total, axes, dst=I) if axes else total
+        if self.reduction == "sum":
+            return total
+        counted = scale if kept is None or scale is None else scale * kept
+        counted = kept if counted is None else counted
+        if counted is None:
+            return total / (nats.numel() * (axis_size(axes) if axes else 1))
+        count = counted.sum()
+        return total / (all_reduce(count, axes, dst=I) if axes else count)
 
 
 def vocab_parallel_cross_entropy(
@@ -26,6 +117,7 @@ def vocab_parallel_cross_entropy(
     reduction: Reduction = "mean",
     batch_axis: Axis = (),
     ignore_index: int | None = -100,
+    class_weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
@@ -50,6 +142,8 @@ def vocab_parallel_cross_entropy(
             the global batch. Without it they are those of this rank.
         ignore_index: positions with this target do not count; None: there are none, so that the
             mean needs no count to be communicated. Only for integer targets.
+        class_weight: [v], a factor of each class, equal on all ranks; for integer targets. "mean"
+            divides by the sum of the targets' factors.
         label_smoothing: this part of each target is spread evenly over the global vocabulary.
         z_loss: adds z_loss * logsumexp(logits)**2, which keeps logits small.
 
@@ -69,8 +163,7 @@ def vocab_parallel_cross_entropy(
         tensor(1.3863)
     """
     name = "vocab_parallel_cross_entropy"
-    options = _Options(name, reduction, label_smoothing, z_loss, ignore_index)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = Loss(name, axis, reduction, batch_axis, ignore_index, label_smoothing, z_loss)
     soft = targets.is_floating_point()
     if targets.shape != (logits.shape if soft else logits.shape[:-1]):
         raise LayerError(
@@ -78,20 +171,15 @@ def vocab_parallel_cross_entropy(
             f"{list(logits.shape[:-1])}, or probabilities of shape {list(logits.shape)}, not "
             f"{targets.dtype} {list(targets.shape)}."
         )
-    largest = all_reduce(logits.detach().amax(-1), axis, op="max", dst=R)
-    shifted = logits - largest.unsqueeze(-1)
-    log_total = all_reduce(shifted.exp().sum(-1), axis, dst=I).log()
     if soft:
-        kept, weight = None, all_reduce(targets.sum(-1), axis, dst=I)
-        own = (targets * shifted).sum(-1)
-    else:
-        kept, weight = options.kept(targets), None
-        ids = targets if kept is None else targets.where(kept, 0)
-        own = own_scores(axis)(shifted, ids)
-    score = all_reduce(options.smoothed(own, shifted, axis), axis, dst=I)
-    nats = options.weighted(log_total, weight) - score
-    nats = nats + z_loss * (log_total + largest).square() if z_loss else nats
-    return _reduced(nats, kept, reduction, batch_axis)
+        if class_weight is not None:
+            raise LayerError(f"{name}: class_weight= is for integer targets; scale probabilities.")
+        return loss.reduce(loss.nats(logits, targets), None)
+    kept = loss.kept(targets)
+    ids = targets if kept is None else targets.where(kept, 0)
+    scale = None if class_weight is None else class_weight[ids]
+    nats = loss.nats(logits, ids, own_scores(axis), scale, class_weight)
+    return loss.reduce(nats, kept, scale)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -111,7 +199,7 @@ def vocab_parallel_linear_cross_entropy(
     """Computes the cross-entropy of `x @ weight` without all logits in memory.
 
     The logits of a chunk of positions are computed, reduced and freed; the backward recomputes
-    them, and needs no collective for them.
+    them, and sends once more what the forward sends.
 
     Shape: x [..., d], weight [d, v/r], targets [...] of integers gives [...] for
     `reduction="none"`, else a scalar. Memory: chunk_size * v/r logits in place of all. Types:
@@ -149,7 +237,7 @@ def vocab_parallel_linear_cross_entropy(
         tensor(1.3863)
     """
     name = "vocab_parallel_linear_cross_entropy"
-    options = _Options(name, reduction, label_smoothing, z_loss, ignore_index)
+    loss = Loss(name, axis, reduction, batch_axis, ignore_index, label_smoothing, z_loss)
     layout = read_layout(name, "src", src, "IRS")
     check_inner(name, x, num_rows(name, weight, "weight"), weight, "weight")
     if layout == I:
@@ -164,48 +252,28 @@ def vocab_parallel_linear_cross_entropy(
         )
     if chunk_size < 1:
         raise LayerError(f"{name}: chunk_size={chunk_size} is not positive.")
-    kept = options.kept(targets)
+    kept = loss.kept(targets)
     ids = targets if kept is None else targets.where(kept, 0)
-    nats: Tensor = chunked_nats(axis, chunk_size, label_smoothing, z_loss)(x, weight, ids)
-    return _reduced(nats, kept, reduction, batch_axis)
+    nats: Tensor = chunked_nats(loss, chunk_size)(x, weight, ids)
+    return loss.reduce(nats, kept)
 
 
-@dataclass(frozen=True)
-class _Options:
-    name: str
-    reduction: Reduction
-    smoothing: float
-    z_loss: float
-    ignore_index: int | None
+def chunked_nats(loss: Loss, chunk_size: int) -> PerRank:
+    """Makes the per-rank loss: x [..., d], weight [d, v/r], targets [...] -> nats [...]."""
 
-    def __post_init__(self) -> None:
-        if self.reduction not in get_args(Reduction):
-            raise LayerError(
-                f"{self.name}: reduction={self.reduction!r} is none of none, sum, mean."
-            )
-        if not 0 <= self.smoothing <= 1:
-            raise LayerError(
-                f"{self.name}: label_smoothing={self.smoothing} is not within 0 and 1."
-            )
-        if self.z_loss < 0:
-            raise LayerError(f"{self.name}: z_loss={self.z_loss} is negative.")
+    def nats_of_chunk(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return loss.nats(rows @ weight, targets, own_scores(loss.axis).function)
 
-    def kept(self, targets: Tensor) -> Tensor | None:
-        """Returns the mask of the positions that are not ignored; None if all count."""
-        return None if self.ignore_index is None else targets != self.ignore_index
+    # A region: a chunk of a rank's positions is no chunk of those of one device.
+    @per_rank("...d,dv,...->...", over={"v": loss.axis})
+    def nats_by_chunks(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        chunks = zip(
+            x.flatten(0, -2).split(chunk_size), targets.flatten().split(chunk_size), strict=True
+        )
+        nats = [checkpoint(nats_of_chunk, rows, weight, ids) for rows, ids in chunks]
+        return torch.cat(nats).reshape(targets.shape)
 
-    def smoothed(self, own: Tensor, shifted: Tensor, axis: Axis) -> Tensor:
-        """Mixes the score of the targets with the mean over all classes."""
-        if not self.smoothing:
-            return own
-        share = self.smoothing / (shifted.shape[-1] * axis_size(axis))
-        return own * (1 - self.smoothing) + shifted.sum(-1) * share
-
-    def weighted(self, log_total: Tensor, weight: Tensor | None) -> Tensor:
-        """Scales by the sum of each position's probabilities, if targets are probabilities."""
-        if weight is None:
-            return log_total
-        return log_total * (weight * (1 - self.smoothing) + self.smoothing)
+    return nats_by_chunks
 
 
 def own_scores(axis: Axis) -> PerRank:
@@ -217,18 +285,3 @@ def own_scores(axis: Axis) -> PerRank:
         return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) * owned
 
     return logits_of_own_targets
-
-
-def _reduced(nats: Tensor, kept: Tensor | None, reduction: Reduction, batch_axis: Axis) -> Tensor:
-    """Sums or averages, over the global batch, the positions that are not ignored."""
-    nats = nats if kept is None else nats.where(kept, 0)
-    if reduction == "none":
-        return nats
-    total, axes = nats.sum(), axes_of(batch_axis)
-    total = all_reduce(total, axes, dst=I) if axes else total
-    if reduction == "sum":
-        return total
-    if kept is None:
-        return total / (nats.numel() * (axis_size(axes) if axes else 1))
-    count = kept.sum()
-    return total / (all_reduce(count, axes, dst=I) if axes else count)

@@ -1,9 +1,6 @@
-"""Support for torch.nn.Module: pure functions of modules, and parallel plans in torch's words."""
+"""Support for torch.nn.Module: pure functions of modules, and plans of the styles of torch."""
 
-from shardmap_torch.parallel.loss import loss_parallel
-from shardmap_torch.parallel.module import parallelize
-from shardmap_torch.parallel.pure import functional
-from shardmap_torch.parallel.styles import (
+from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
@@ -12,6 +9,10 @@ from shardmap_torch.parallel.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+
+from shardmap_torch.parallel.loss import loss_parallel
+from shardmap_torch.parallel.module import parallelize
+from shardmap_torch.parallel.pure import functional
 
 __all__ = [
     "ColwiseParallel",

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardmap_torch.boundary.matching import is_spec
 from shardmap_torch.core.tree import (
     Mismatch,
     Tree,
@@ -18,17 +17,8 @@ from shardmap_torch.core.tree import (
 )
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
-from shardmap_torch.parallel.layouts import normalized, spec_of
 from shardmap_torch.parallel.plan import Plan
-from shardmap_torch.parallel.styles import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from shardmap_torch.parallel.styles import normalized, spec_of
 from shardmap_torch.placing import from_local
 from shardmap_torch.spec import P
 
@@ -48,7 +38,10 @@ class Inputs:
         """Keeps `in_specs` as for `shard_map`, or None for the root style's layouts."""
         self._mesh, self._axis, self._names = mesh, plan.axis, names
         self._in_specs = in_specs
-        self._layouts, self._named = _input_layouts(plan.root)
+        root = plan.root
+        changes = (root.inputs or ()) if root else ()
+        self._layouts = [None if change is None else change[0] for change in changes]
+        self._named = {name: src for name, (src, _) in root.named.items()} if root else {}
 
     def specs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tree, Tree]:
         """Returns the spec of every leaf; None for a leaf that is no tensor.
@@ -97,7 +90,7 @@ class Inputs:
             return specs[name]
         if isinstance(specs, tuple) and 0 <= position < len(specs):
             return specs[position]
-        if is_spec(specs):
+        if _is_spec(specs):
             return specs
         return Mismatch(name, f"in_specs={show(specs)} has no spec for this input")
 
@@ -113,7 +106,7 @@ class Inputs:
         leaves = (
             [prefix]
             if isinstance(prefix, Mismatch)
-            else broadcast_prefix(prefix, value, name, is_spec)
+            else broadcast_prefix(prefix, value, name, _is_spec)
         )
         specs = []
         for leaf in leaves:
@@ -130,8 +123,9 @@ class Outputs:
     def __init__(self, mesh: Mesh, plan: Plan, out_specs: Tree) -> None:
         """Keeps `out_specs` as for `shard_map`, or None for the root style's layouts."""
         self._mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
-        self._layouts = _output_layouts(plan.root)
-        self._is_local = out_specs is None and _returns_local(plan.root)
+        changes = (plan.root.outputs or ()) if plan.root else ()
+        self._layouts = [None if change is None else change[1] for change in changes]
+        self._is_local = out_specs is None and (plan.root is None or plan.root.is_local)
 
     def check_dims(self, out: Tree, num_dims: tuple[int, ...] | None) -> None:
         """Stops the run if the specs depend on the outputs' numbers of dims and these differ.
@@ -177,6 +171,10 @@ class Outputs:
         return DTensor.from_local(leaf, self._mesh.device_mesh, placements, run_check=False)
 
 
+def _is_spec(value: Any) -> bool:
+    return value is None or isinstance(value, P)
+
+
 def input_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the names of the positional inputs of a forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -187,7 +185,7 @@ def input_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 def _spec_leaves(specs: Tree, tree: Tree) -> list[Any]:
     return [
         leaf.spec
-        for leaf in broadcast_prefix(specs, tree, "", is_spec)
+        for leaf in broadcast_prefix(specs, tree, "", _is_spec)
         if not isinstance(leaf, Mismatch)
     ]
 
@@ -195,32 +193,3 @@ def _spec_leaves(specs: Tree, tree: Tree) -> list[Any]:
 def _from_front(layout: Placement, ndim: int) -> Placement:
     negative = isinstance(layout, Shard) and layout.dim < 0
     return normalized(layout, max(ndim, 1), "the output") if negative else layout
-
-
-_Layouts = tuple[Sequence[Placement | None], Mapping[str, Placement]]
-
-
-def _input_layouts(style: ParallelStyle | None) -> _Layouts:
-    if isinstance(style, PrepareModuleInputOutput):
-        style = style.prepare_module_input
-    if isinstance(style, PrepareModuleInput):
-        return style.input_layouts or (), style.input_kwarg_layouts
-    if isinstance(style, ColwiseParallel | RowwiseParallel):
-        return (style.input_layouts,), {}
-    return ((Shard(style.sequence_dim),) if isinstance(style, SequenceParallel) else ()), {}
-
-
-def _output_layouts(style: ParallelStyle | None) -> Sequence[Placement | None]:
-    if isinstance(style, PrepareModuleInputOutput):
-        style = style.prepare_module_output
-    if isinstance(style, PrepareModuleOutput):
-        return style.desired_output_layouts
-    if isinstance(style, ColwiseParallel | RowwiseParallel):
-        return (style.output_layouts,)
-    return (Shard(style.sequence_dim),) if isinstance(style, SequenceParallel) else ()
-
-
-def _returns_local(style: ParallelStyle | None) -> bool:
-    if isinstance(style, PrepareModuleInputOutput):
-        style = style.prepare_module_output
-    return isinstance(style, PrepareModuleInput) or bool(getattr(style, "use_local_output", True))

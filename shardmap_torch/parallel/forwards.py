@@ -1,172 +1,221 @@
-"""Forwards of a plan's modules in the body: each style's collectives around the own forward."""
+"""Forwards of a plan's modules in the body: changes of layout around each module's own forward."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial as PartialPlacement
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
-from shardmap_torch.errors import SpecError
+from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.nn.embedding import own_embeddings
-from shardmap_torch.parallel.layouts import is_replicated, normalized, relayout
+from shardmap_torch.ops import convert, redistribute, reinterpret
+from shardmap_torch.ops.arguments import types_of
 from shardmap_torch.parallel.plan import Plan
-from shardmap_torch.parallel.styles import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
-from shardmap_torch.types import AxisType, I, R
+from shardmap_torch.parallel.styles import Change, Layouts, normalized
+from shardmap_torch.types import AxisType, I, K, Partial, R, S, V, Z
+
+_ACCEPTED: Final[Mapping[str, frozenset[AxisType]]] = {
+    "Replicate": frozenset({I, R, K, Z}),
+    "Shard": frozenset({V, Z}),
+    "Partial": frozenset({V, Partial, Z}),  # local strictness cannot tell an addend from V
+}
+"""The types that a value of each placement may have along the axis."""
+
+_REPAIRS: Final[Mapping[AxisType, str]] = {
+    I: "Replicate()",
+    R: "Replicate()",
+    K: "Replicate()",
+    V: "Shard(dim)",
+    Partial: "Partial()",
+}
 
 
 def style_forward(plan: Plan, path: str, module: nn.Module) -> None:
     """Replaces the forward of the bound copy of the module at `path` by that of its style."""
-    style = plan.styles.get(path)
-    if style is not None:
-        run = next(run for types, run in _FORWARDS if isinstance(style, types))
-        vars(module)["forward"] = partial(run, style, _Styled(plan, path, module))
+    layouts = plan.styles.get(path)
+    if layouts is None:
+        return
+    own = vars(module).get("forward") or MethodType(type(module).forward, module)
+    name = repr(path) if path else type(module).__name__
+    # Types of replicated inputs: R if the ranks use them differently, I if all do the same.
+    differs = isinstance(layouts.style, ColwiseParallel) or (
+        not layouts.is_for_one and plan.splits_below(path)
+    )
+    vars(module)["forward"] = _Forward(layouts, plan.axis, name, module, own, R if differs else I)
 
 
-class _Styled:
-    """A module of the plan in the body.
+@dataclass(frozen=True)
+class _Forward:
+    """The forward of a module of the plan.
 
     Attributes:
+        layouts: those of its style.
         axis: the mesh axis of the plan.
         name: its name in errors.
         module: its bound copy.
-        forward: its own forward.
-        replicate: type of its replicated inputs, R or I.
+        own: its own forward.
+        replicate: type of its replicated inputs.
     """
 
-    def __init__(self, plan: Plan, path: str, module: nn.Module) -> None:
-        self.axis, self.module = plan.axis, module
-        self.name = repr(path) if path else type(module).__name__
-        own = vars(module).get("forward") or MethodType(type(module).forward, module)
-        self.forward: Callable[..., Any] = own
-        self.replicate = R if plan.splits_below(path) else I
+    layouts: Layouts
+    axis: str
+    name: str
+    module: nn.Module
+    own: Callable[..., Any]
+    replicate: AxisType
 
-    def first(self, args: tuple[Any, ...]) -> Any:
-        """Returns the first positional input, which the style is for."""
-        if not args:
-            raise SpecError(f"{self.name}: pass the input by position, as its style needs it.")
-        return args[0]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self._inputs(args)
+        unknown = sorted(self.layouts.named.keys() - kwargs.keys())
+        if unknown:
+            raise SpecError(
+                f"{self.name}: input_kwarg_layouts names {unknown}, which are not passed."
+            )
+        for name, change in self.layouts.named.items():
+            what = f"the input {name!r}"
+            kwargs[name] = self._relayout(kwargs[name], change, self.replicate, what)
+        if isinstance(self.layouts.style, RowwiseParallel):
+            return self._summed(*args)
+        return self._outputs(self.own(*args, **kwargs))
 
-    def relayout(
-        self, x: object, src: Placement, dst: Placement, replicate: AxisType, what: str
-    ) -> Tensor:
+    def _inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        changes = self.layouts.inputs
+        if changes is None:
+            return args
+        if self.layouts.is_for_one:
+            if not args:
+                raise SpecError(f"{self.name}: pass the input by position, as its style needs it.")
+            changes = [self._source(args[0], changes[0]), *[None] * (len(args) - 1)]
+        if len(changes) != len(args):
+            raise SpecError(
+                f"{self.name}: input_layouts has {len(changes)} layouts, and {len(args)} "
+                "positional inputs are passed; give one for each, or None."
+            )
+        return self._each(args, changes, self.replicate, "input")
+
+    def _source(self, x: object, change: Change | None) -> Change | None:
+        """Returns the change of the input of a style for one tensor.
+
+        torch assumes that a plain tensor is a shard of the sequence; here its type is known.
+        """
+        is_sequence = isinstance(self.layouts.style, SequenceParallel)
+        if change is None or not is_sequence or not isinstance(x, Tensor):
+            return change
+        is_replicated = _type_along(self.axis, x) in (I, R, K)
+        return (Replicate(), change[1]) if is_replicated else change
+
+    def _outputs(self, out: Any) -> Any:
+        changes = self.layouts.outputs
+        if changes is None:
+            return out
+        outputs = out if isinstance(out, tuple) and not self.layouts.is_for_one else (out,)
+        if len(outputs) != len(changes):
+            raise SpecError(
+                f"{self.name}: output_layouts has {len(changes)} layouts, and the module returns "
+                f"{len(outputs)} values; give one for each, or None."
+            )
+        changed = self._each(outputs, changes, I, "output")
+        return changed if outputs is out else changed[0]
+
+    def _each(
+        self, values: Sequence[Any], changes: Sequence[Change | None], to: AxisType, word: str
+    ) -> tuple[Any, ...]:
+        names = [
+            f"the {word}" if self.layouts.is_for_one else f"{word} {i}" for i in range(len(values))
+        ]
+        return tuple(
+            x if change is None or None in change else self._relayout(x, change, to, name)
+            for x, change, name in zip(values, changes, names, strict=True)
+        )
+
+    def _relayout(self, x: object, change: Change, to: AxisType, what: str) -> Tensor:
         """Redistributes an input or output of the module between placements."""
+        src, dst = change
         name = f"{what} of {self.name}"
         if not isinstance(x, Tensor):
             raise SpecError(f"{name}: the plan says {src!r}, but it is a {type(x).__name__}.")
-        return relayout(x, self.axis, src, dst, replicate, name)
+        return relayout(x, self.axis, src, dst, to, name)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """Runs a module whose rows are sharded: each rank computes an addend of the result."""
+        module: Any = self.module
+        if isinstance(module, nn.Embedding):
+            rows: Tensor = own_embeddings(self.axis)(x, module.weight)
+            padding = module.padding_idx
+            if padding is not None:  # which gets no gradient
+                rows = rows.where((x != padding).unsqueeze(-1), rows.detach())
+            result: Tensor = self._outputs(rows)
+            return result
+        y = self._outputs(functional.linear(x, module.weight))
+        return y if module.bias is None else self._with_bias(y, module.bias)
+
+    def _with_bias(self, y: Tensor, bias: Tensor) -> Tensor:
+        """Adds the bias once, to the finished sum, or to the addend of one rank."""
+        bias = bias.to(y.dtype)  # autocast may have changed the dtype of y
+        outputs: Any = self.layouts.outputs
+        layout = normalized(outputs[0][1], y.ndim, self.name)
+        if layout == Shard(y.ndim - 1):
+            layout = Shard(0)
+        elif isinstance(layout, Shard):
+            return y + bias
+        return y + self._relayout(bias, (Replicate(), layout), I, "the bias")
 
 
-def _colwise(style: ColwiseParallel, own: _Styled, *args: Any, **kwargs: Any) -> Tensor:
-    x = own.relayout(own.first(args), style.input_layouts, Replicate(), R, "the input")
-    y = own.forward(x, *args[1:], **kwargs)
-    return own.relayout(y, Shard(-1), style.output_layouts, I, "the output")
+def relayout(
+    x: Tensor, axis: str, src: Placement, dst: Placement, replicate: AxisType, name: str
+) -> Tensor:
+    """Redistributes a value from one placement to another, by one typed collective.
 
+    Args:
+        x: the local value.
+        axis: the mesh axis.
+        src: its placement by the plan; checked against its type.
+        dst: the placement of the result.
+        replicate: type of a replicated result: R if the ranks use it differently, I if all repeat
+            one computation.
+        name: name of the value in errors.
 
-def _rowwise(style: RowwiseParallel, own: _Styled, *args: Any) -> Tensor:
-    module = own.module
-    desired = Replicate() if isinstance(module, nn.Embedding) else Shard(-1)
-    x = own.relayout(own.first(args), style.input_layouts, desired, I, "the input")
-    if isinstance(module, nn.Embedding):
-        y = _embed(x, module.weight, own.axis, module.padding_idx)
-        return own.relayout(y, Partial(), style.output_layouts, I, "the output")
-    assert isinstance(module, nn.Linear)
-    y = functional.linear(x, module.weight)
-    y = own.relayout(y, Partial(), style.output_layouts, I, "the output")
-    return y if module.bias is None else _add_bias(y, module.bias, own, style.output_layouts)
-
-
-def _add_bias(y: Tensor, bias: Tensor, own: _Styled, layout: Placement) -> Tensor:
-    """Adds the bias once, to the finished sum, or to the addend of one rank."""
-    bias = bias.to(y.dtype)  # autocast may have changed the dtype of y
-    layout = normalized(layout, y.ndim, own.name)
-    if layout == Shard(y.ndim - 1):
-        layout = Shard(0)
-    elif isinstance(layout, Shard):
-        return y + bias
-    return y + own.relayout(bias, Replicate(), layout, I, "the bias")
-
-
-def _embed(ids: Tensor, table: Tensor, axis: str, padding: int | None) -> Tensor:
-    """Looks up ids [...] in table [v/n, d] -> [..., d], an addend; no gradient for the padding."""
-    rows: Tensor = own_embeddings(axis)(ids, table)
-    return rows if padding is None else rows.where((ids != padding).unsqueeze(-1), rows.detach())
-
-
-def _sequence(style: SequenceParallel, own: _Styled, *args: Any, **kwargs: Any) -> Tensor:
-    x, sharded = own.first(args), Shard(style.sequence_dim)
-    # torch assumes that a plain tensor is a shard; here the type of the value is known.
-    source = Replicate() if isinstance(x, Tensor) and is_replicated(own.axis, x) else sharded
-    x = own.relayout(x, source, sharded, I, "the input")
-    y = own.forward(x, *args[1:], **kwargs)
-    return own.relayout(y, sharded, sharded, I, "the output")
-
-
-def _prepare_input(style: PrepareModuleInput, own: _Styled, *args: Any, **kwargs: Any) -> Any:
-    have, desired = style.input_layouts, style.desired_input_layouts
-    if have is not None and desired is not None:
-        if len(have) != len(args):
-            raise SpecError(
-                f"{own.name}: input_layouts has {len(have)} layouts, and {len(args)} positional "
-                "inputs are passed; give one for each, or None."
-            )
-        args = tuple(
-            x if src is None or dst is None else own.relayout(x, src, dst, own.replicate, _nth(i))
-            for i, (x, src, dst) in enumerate(zip(args, have, desired, strict=True))
+    Raises:
+        ShardTypeError: the type of the value is not that of `src`.
+        SpecError: it has no such dim.
+    """
+    src, dst = (normalized(placement, x.ndim, name) for placement in (src, dst))
+    type_ = _type_along(axis, x)
+    if type_ not in _ACCEPTED[type(src).__name__]:
+        raise ShardTypeError(
+            f"{name}: the plan says {src!r}, but over {axis!r} the value is "
+            f"{'equal on all ranks' if type_ in (I, R, K) else f'of type {type_}'}.\n"
+            f"Fix: say {_REPAIRS[type_]} there, or change the layout of what computes it."
         )
-    unknown = sorted(style.input_kwarg_layouts.keys() - kwargs.keys())
-    if unknown:
-        raise SpecError(f"{own.name}: input_kwarg_layouts names {unknown}, which are not passed.")
-    for name, src in style.input_kwarg_layouts.items():
-        dst = style.desired_input_kwarg_layouts[name]
-        kwargs[name] = own.relayout(kwargs[name], src, dst, own.replicate, f"the input {name!r}")
-    return own.forward(*args, **kwargs)
+    if isinstance(src, PartialPlacement) and isinstance(dst, PartialPlacement):
+        return reinterpret(x, axis, src=V, dst=Partial) if type_ == V else x
+    if isinstance(src, Replicate) and isinstance(dst, Replicate):
+        # Integers have no gradient, so that nothing depends on their type.
+        is_smooth = x.is_floating_point() or x.is_complex()
+        needs_cast = is_smooth and replicate == R and type_ != R
+        return convert(x, axis, src=I, dst=R) if needs_cast else x
+    source = _type_of(src, R if type_ == R else I)
+    return redistribute(x, axis, src=source, dst=_type_of(dst, replicate))
 
 
-def _prepare_output(style: PrepareModuleOutput, own: _Styled, *args: Any, **kwargs: Any) -> Any:
-    return _change_outputs(style, own, own.forward(*args, **kwargs))
+def _type_along(axis: str, x: Tensor) -> AxisType:
+    """Returns the type of `x` along `axis` that the checker found: V, I, R, K, Z or Partial.
+
+    An axis of a view may stand for several, along one of which a value may differ: then it does so
+    along the axis. Uncommitted values and zeros take the other axis' type.
+    """
+    types = types_of(x, (axis,))
+    assert types is not None  # a parallelized module is always checked
+    kinds = {V if type_.dim is not None else type_ for type_ in types}
+    return next(type_ for type_ in (V, Partial, R, I, K, Z) if type_ in kinds)
 
 
-def _prepare_both(style: PrepareModuleInputOutput, own: _Styled, *args: Any, **kwargs: Any) -> Any:
-    out = _prepare_input(style.prepare_module_input, own, *args, **kwargs)
-    return _change_outputs(style.prepare_module_output, own, out)
-
-
-def _change_outputs(style: PrepareModuleOutput, own: _Styled, out: Any) -> Any:
-    outputs = out if isinstance(out, tuple) else (out,)
-    if len(outputs) != len(style.output_layouts):
-        raise SpecError(
-            f"{own.name}: output_layouts has {len(style.output_layouts)} layouts, and the module "
-            f"returns {len(outputs)} values; give one for each, or None."
-        )
-    layouts = zip(outputs, style.output_layouts, style.desired_output_layouts, strict=True)
-    changed = tuple(
-        y if src is None or dst is None else own.relayout(y, src, dst, I, f"output {i}")
-        for i, (y, src, dst) in enumerate(layouts)
-    )
-    return changed if isinstance(out, tuple) else changed[0]
-
-
-def _nth(position: int) -> str:
-    return f"input {position}"
-
-
-_FORWARDS: Final[tuple[tuple[type[ParallelStyle], Callable[..., Any]], ...]] = (
-    (ColwiseParallel, _colwise),
-    (RowwiseParallel, _rowwise),
-    (SequenceParallel, _sequence),
-    (PrepareModuleInput, _prepare_input),
-    (PrepareModuleOutput, _prepare_output),
-    (PrepareModuleInputOutput, _prepare_both),
-)
-"""Forwards by style."""
+def _type_of(placement: Placement, replicated: AxisType) -> AxisType:
+    if isinstance(placement, Shard):
+        return S(placement.dim)
+    return Partial if isinstance(placement, PartialPlacement) else replicated

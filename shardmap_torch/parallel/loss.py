@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.parallel.cross_entropy import REDUCTIONS, CrossEntropy
+from shardmap_torch.nn import vocab_parallel_cross_entropy
 from shardmap_torch.parallel.module import resolve_axis
 from shardmap_torch.spec import Entry, P
 from shardmap_torch.transform import shard_map
@@ -132,33 +133,59 @@ def _cross_entropy(
             "output_layouts=Shard(-1), use_local_output=False, or leave loss_parallel."
         )
     _check(input, target, batch, size_average, reduce, reduction, label_smoothing)
-    dtype = torch.float32 if torch.is_autocast_enabled(input.device.type) else input.dtype
-    body = CrossEntropy(
-        axis,
-        tuple(entries),
-        class_dim,
-        input.shape[class_dim],
-        reduction,
-        ignore_index,
-        float(label_smoothing),
-        torch.promote_types(dtype, input.dtype),
+    dtype = torch.promote_types(
+        torch.float32 if torch.is_autocast_enabled(input.device.type) else input.dtype, input.dtype
     )
-    mapped = _MAPPED.get((id(mesh), mesh, body), lambda: _map(mesh, body, spec, batch))
-    loss: Tensor = mapped(input, target, weight, weight)
+    body = _Body(axis, class_dim, batch, reduction, ignore_index, float(label_smoothing), dtype)
+    mapped = _MAPPED.get((id(mesh), mesh, spec, body), lambda: _map(mesh, body, spec))
+    loss: Tensor = mapped(input, target, weight)
     return loss
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The loss on one rank, with the arguments of torch's function.
+
+    Attributes:
+        axis: over which classes are sharded.
+        class_dim: their dim.
+        batch: spec of the positions.
+        reduction: as torch's, as are the next two.
+        ignore_index: positions with this target do not count.
+        label_smoothing: this part of each target is spread evenly over all classes.
+        dtype: of the result.
+    """
+
+    axis: str | tuple[str, ...]
+    class_dim: int
+    batch: P
+    reduction: Any
+    ignore_index: int
+    label_smoothing: float
+    dtype: torch.dtype
+
+    def __call__(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+        """Computes the loss."""
+        loss = vocab_parallel_cross_entropy(
+            logits.movedim(self.class_dim, -1),
+            target,
+            self.axis,
+            reduction=self.reduction,
+            batch_axis=tuple(axis for _, axes in self.batch.sharded_dims for axis in axes),
+            ignore_index=self.ignore_index,
+            class_weight=weight,
+            label_smoothing=self.label_smoothing,
+        )
+        return loss.to(self.dtype)
 
 
 _MAPPED: Final = Memo[Callable[..., Any]]()
 
 
-def _map(mesh: Mesh, body: CrossEntropy, spec: P, batch: P) -> Callable[..., Any]:
-    return shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(spec, batch, P(), P(body.axis)),
-        out_specs=batch if body.reduction == "none" else P(),
-        check="global",
-    )
+def _map(mesh: Mesh, body: _Body, spec: P) -> Callable[..., Any]:
+    out = body.batch if body.reduction == "none" else P()
+    specs = (spec, body.batch, P())
+    return shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check="global")
 
 
 def _check(
@@ -183,8 +210,8 @@ def _check(
         )
     if size_average is not None or reduce is not None:
         problems.append("size_average and reduce are not supported; use reduction")
-    if reduction not in REDUCTIONS:
-        problems.append(f"reduction={reduction!r} is none of {', '.join(REDUCTIONS)}")
+    if reduction not in (names := ("none", "sum", "mean")):
+        problems.append(f"reduction={reduction!r} is none of {', '.join(names)}")
     if not 0 <= label_smoothing <= 1:
         problems.append(f"label_smoothing={label_smoothing} is not within 0 and 1")
     if problems:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.checker.api import stand_ins
@@ -21,8 +22,7 @@ from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.parallel.bound import BoundModule
 from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, input_names
 from shardmap_torch.parallel.forwards import style_forward
-from shardmap_torch.parallel.plan import Plan, make_plan
-from shardmap_torch.parallel.styles import ROOT, ParallelStyle
+from shardmap_torch.parallel.plan import ROOT, Plan, make_plan
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 

@@ -8,16 +8,32 @@ from typing import Any, Final
 
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.parallel.styles import (
-    ROOT,
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-)
+from shardmap_torch.parallel.styles import Layouts, layouts_of, mistakes
 from shardmap_torch.spec import P, mismatches
+
+ROOT: Final = ""
+"""The key of a plan that stands for the module itself."""
+
+_STYLES: Final = (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    PrepareModuleInputOutput,
+)
 
 _SPECS: Final[Mapping[tuple[type, type], Mapping[str, Callable[[str], P]]]] = {
     (ColwiseParallel, nn.Linear): {"weight": P, "bias": P},
@@ -34,29 +50,29 @@ class Plan:
 
     Attributes:
         axis: the mesh axis of its placements.
-        styles: by the path of the module.
+        styles: styles and their layouts, by the path of the module.
         specs: specs of the parameters, by name; a shared one is under its first name.
     """
 
     axis: str
-    styles: Mapping[str, ParallelStyle]
+    styles: Mapping[str, Layouts]
     specs: Mapping[str, P]
 
     @property
-    def root(self) -> ParallelStyle | None:
+    def root(self) -> Layouts | None:
         """The style of the module itself."""
         return self.styles.get(ROOT)
 
     def splits_below(self, path: str) -> bool:
         """Returns whether the modules below use a replicated input differently on each rank."""
         below = [
-            style
-            for name, style in self.styles.items()
+            layouts.style
+            for name, layouts in self.styles.items()
             if name != path and (path == ROOT or name.startswith(path + "."))
         ]
         replicated = any(
             isinstance(style, ColwiseParallel | RowwiseParallel)
-            and isinstance(style.output_layouts, Replicate)
+            and isinstance(style.output_layouts[0], Replicate)
             for style in below
         )
         return any(isinstance(style, ColwiseParallel) for style in below) and not replicated
@@ -65,7 +81,7 @@ class Plan:
 def make_plan(
     module: nn.Module,
     mesh: Mesh,
-    styles: "ParallelStyle | Mapping[str, ParallelStyle]",
+    styles: ParallelStyle | Mapping[str, ParallelStyle],
     axis: str,
 ) -> Plan:
     """Resolves the module of each entry, and the spec of each parameter.
@@ -84,11 +100,13 @@ def make_plan(
     if problems:
         head = f"parallelize: these parameters cannot be sharded on the {mesh}:"
         raise SpecError(listing(head, problems))
-    return Plan(axis, MappingProxyType(resolved), MappingProxyType(specs))
+    modules = {path: each for path, each in module.named_modules()}
+    layouts = {path: layouts_of(style, modules[path]) for path, style in resolved.items()}
+    return Plan(axis, MappingProxyType(layouts), MappingProxyType(specs))
 
 
 def _resolve(
-    module: nn.Module, styles: "ParallelStyle | Mapping[str, ParallelStyle]"
+    module: nn.Module, styles: ParallelStyle | Mapping[str, ParallelStyle]
 ) -> dict[str, ParallelStyle]:
     if isinstance(styles, ParallelStyle):
         styles = {ROOT: styles}
@@ -105,7 +123,8 @@ def _resolve(
             path = paths[id(target)]
             if keys.get(path, key) != key:
                 problems.append(f"{path!r} is matched by {keys[path]!r} and by {key!r}")
-            problems += [f"{key!r}: {problem}" for problem in _unsupported(style, path, target)]
+            found = [*_unsupported(style, path, target), *mistakes(layouts_of(style, target))]
+            problems += [f"{key!r}: {problem}" for problem in found]
             resolved[path], keys[path] = style, key
     if problems:
         raise SpecError(
@@ -123,10 +142,11 @@ def _check_entries(styles: object) -> None:
     wrong = [
         f"{show(key)}: {type(style).__module__}.{type(style).__name__}"
         for key, style in styles.items()
-        if not (isinstance(key, str) and isinstance(style, ParallelStyle))
+        if not (isinstance(key, str) and isinstance(style, _STYLES))
     ]
     if wrong:
-        head = "parallelize: a plan has styles of shardmap_torch (not of torch) by module name:"
+        names = ", ".join(each.__name__ for each in _STYLES)
+        head = f"parallelize: a plan has styles by module name, which are {names}:"
         raise SpecError(listing(head, wrong))
 
 

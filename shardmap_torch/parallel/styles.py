@@ -1,343 +1,132 @@
-"""Styles, the entries of a plan: ColwiseParallel and others, with torch's names and arguments."""
+"""Styles of torch.distributed.tensor.parallel, read as changes of layout around a forward."""
 
-from collections.abc import Mapping
-from typing import Final, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch import nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from shardmap_torch.errors import SpecError, show
-from shardmap_torch.parallel.layouts import check_placement
+from shardmap_torch.spec import P
 
-Layouts: TypeAlias = Placement | tuple[Placement | None, ...]
-"""One placement for each tensor, in a tuple; one alone stands for a tuple of one."""
+Change: TypeAlias = tuple[Any, Any]
+"""The placements of a value before and after."""
 
-ROOT: Final = ""
-"""The key of a plan that stands for the module itself."""
-
-
-class ParallelStyle:
-    """Base of the styles of a plan; each class below takes torch's arguments."""
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({shown})"
+ONE_TENSOR: Final = (ColwiseParallel, RowwiseParallel, SequenceParallel)
+"""Styles of the first positional input and of the only output."""
 
 
-class _Linear(ParallelStyle):
-    """Base of the two styles of `nn.Linear` and `nn.Embedding`."""
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts between which a style changes the inputs and outputs of a module.
 
-    def __init__(
-        self,
-        input_layouts: Placement | None,
-        output_layouts: Placement | None,
-        use_local_output: bool,
-        defaults: tuple[Placement, Placement],
-    ) -> None:
-        self.input_layouts = _one(self, "input_layouts", input_layouts, defaults[0])
-        self.output_layouts = _one(self, "output_layouts", output_layouts, defaults[1])
-        self.use_local_output = use_local_output
-
-
-class ColwiseParallel(_Linear):
-    """Shards the output features of an `nn.Linear` or the features of an `nn.Embedding`.
-
-    The weight of a Linear is sharded on dim 0 (so is its bias), that of an Embedding on dim 1. A
-    sharded input is gathered; each rank computes its own features.
-
-    Moves: for `input_layouts=Shard(dim)` an all_gather of the input, backward a reduce_scatter; for
-    Replicate() nothing, backward an all_reduce; for `output_layouts` other than Shard(-1) what
-    `redistribute` moves.
-
-    Args:
-        input_layouts: placement of the input; Replicate() by default.
-        output_layouts: placement of the output; Shard(-1) by default.
-        use_local_output: for the root of the plan, return this rank's tensor (True, the default)
-            or a DTensor. Below the root values are always local.
-
-    Raises:
-        SpecError: a layout is no placement.
-
-    Source: `torch.distributed.tensor.parallel.ColwiseParallel`.
-
-    Example:
-        >>> from shardmap_torch import ColwiseParallel
-        >>> ColwiseParallel().output_layouts
-        Shard(dim=-1)
+    Attributes:
+        style: the style, which is torch's.
+        inputs: for each positional input its placements outside and inside of the module, None for
+            one that stays; None where the style says nothing.
+        named: those of keyword inputs.
+        outputs: for each output its placements inside and outside.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, use_local_output, (Replicate(), Shard(-1)))
+    style: ParallelStyle
+    inputs: Sequence[Change | None] | None = None
+    named: Mapping[str, Change] = field(default_factory=dict)
+    outputs: Sequence[Change | None] | None = None
+
+    @property
+    def is_for_one(self) -> bool:
+        """Returns whether the style is for one tensor, and what else is passed stays."""
+        return isinstance(self.style, ONE_TENSOR)
+
+    @property
+    def is_local(self) -> bool:
+        """Returns whether the root of a plan returns this rank's tensors, not DTensors."""
+        style: Any = self.style
+        if isinstance(style, PrepareModuleInputOutput):
+            style = style.prepare_module_output
+        return isinstance(style, PrepareModuleInput) or bool(style.use_local_output)
 
 
-class RowwiseParallel(_Linear):
-    """Shards the input features of an `nn.Linear` or the rows of an `nn.Embedding`.
-
-    The weight of a Linear is sharded on dim 1 and its bias replicated, which is added once, to the
-    finished sum; the weight of an Embedding is sharded on dim 0, and each rank looks up the rows
-    that it has. The output is the sum over the ranks.
-
-    Moves: for `output_layouts=Replicate()` an all_reduce, backward nothing; for Shard(dim) a
-    reduce_scatter, backward an all_gather; for Partial() nothing.
-
-    Args:
-        input_layouts: placement of the input; Shard(-1) by default. For an Embedding, whose ids
-            are gathered if they are sharded, use Replicate().
-        output_layouts: placement of the output; Replicate() by default.
-        use_local_output: as in `ColwiseParallel`.
-
-    Raises:
-        SpecError: a layout is no placement.
-
-    Source: `torch.distributed.tensor.parallel.RowwiseParallel`.
-
-    Example:
-        >>> from torch.distributed.tensor import Shard
-        >>> from shardmap_torch import RowwiseParallel
-        >>> RowwiseParallel(output_layouts=Shard(1)).output_layouts
-        Shard(dim=1)
-    """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(input_layouts, output_layouts, use_local_output, (Shard(-1), Replicate()))
+def layouts_of(style: Any, module: nn.Module) -> Layouts:
+    """Reads a style for a module that is to have it."""
+    if isinstance(style, ColwiseParallel):
+        inputs = [(style.input_layouts[0], Replicate())]
+        return Layouts(style, inputs, {}, [(Shard(-1), style.output_layouts[0])])
+    if isinstance(style, RowwiseParallel):
+        inside = Replicate() if isinstance(module, nn.Embedding) else Shard(-1)
+        outputs: list[Change | None] = [(Partial(), style.output_layouts[0])]
+        return Layouts(style, [(style.input_layouts[0], inside)], {}, outputs)
+    if isinstance(style, SequenceParallel):
+        shard = style.sequence_sharding[0]
+        return Layouts(style, [(shard, shard)], {}, [(shard, shard)])
+    if isinstance(style, PrepareModuleInput):
+        have, desired = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
+        named = {name: (have.get(name), desired.get(name)) for name in {**have, **desired}}
+        return Layouts(style, _pairs(style.input_layouts, style.desired_input_layouts), named)
+    if isinstance(style, PrepareModuleOutput):
+        pairs = _pairs(style.output_layouts, style.desired_output_layouts)
+        return Layouts(style, None, {}, pairs)
+    both: PrepareModuleInputOutput = style
+    on_entry = layouts_of(both.prepare_module_input, module)
+    on_exit = layouts_of(both.prepare_module_output, module)
+    return Layouts(style, on_entry.inputs, on_entry.named, on_exit.outputs)
 
 
-class SequenceParallel(ParallelStyle):
-    """Runs a module, such as a norm or dropout, on a shard of the sequence.
-
-    Input and output are sharded on `sequence_dim`; parameters are replicated. They are those of
-    rank 0 and keep their `requires_grad` (torch lets each rank keep its own, and makes frozen ones
-    trainable).
-
-    Moves: nothing; backward the gradients of the parameters are summed by an all_reduce.
-
-    Args:
-        sequence_dim: the dim of the sequence; 1 by default.
-        use_local_output: as in `ColwiseParallel`; False by default.
-
-    Raises:
-        SpecError: the dim is no int.
-
-    Source: `torch.distributed.tensor.parallel.SequenceParallel`; Korthikanti et al. 2022.
-
-    Example:
-        >>> from shardmap_torch import SequenceParallel
-        >>> SequenceParallel()
-        SequenceParallel(sequence_dim=1, use_local_output=False)
-    """
-
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
-        if type(sequence_dim) is not int:
-            raise SpecError(f"SequenceParallel: sequence_dim is an int, not {show(sequence_dim)}.")
-        self.sequence_dim = sequence_dim
-        self.use_local_output = use_local_output
-
-
-class PrepareModuleInput(ParallelStyle):
-    """Redistributes the inputs of a module, before its forward.
-
-    Moves: what `redistribute` moves between the two layouts of each input.
-
-    Args:
-        input_layouts: placement of each positional input; None for one that is not changed.
-        desired_input_layouts: placement of each after it.
-        input_kwarg_layouts: the same for keyword inputs, by name; those not named are not changed.
-        desired_input_kwarg_layouts: placement of each of these after it.
-        use_local_output: accepted as torch's; inside the module values are local in any case.
-
-    Raises:
-        SpecError: a layout is no placement, or the lengths or names differ.
-
-    Source: `torch.distributed.tensor.parallel.PrepareModuleInput`.
-
-    Example:
-        >>> from torch.distributed.tensor import Replicate, Shard
-        >>> from shardmap_torch import PrepareModuleInput
-        >>> style = PrepareModuleInput(input_layouts=(Shard(1), None),
-        ...                            desired_input_layouts=(Replicate(), None))
-        >>> style.input_layouts
-        (Shard(dim=1), None)
-    """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Layouts | None = None,
-        desired_input_layouts: Layouts | None = None,
-        input_kwarg_layouts: Mapping[str, Placement] | None = None,
-        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
-        use_local_output: bool = False,
-    ) -> None:
-        self.input_layouts = _several(self, "input_layouts", input_layouts)
-        self.desired_input_layouts = _several(self, "desired_input_layouts", desired_input_layouts)
-        self.input_kwarg_layouts = _named(self, "input_kwarg_layouts", input_kwarg_layouts)
-        self.desired_input_kwarg_layouts = _named(
-            self, "desired_input_kwarg_layouts", desired_input_kwarg_layouts
-        )
-        self.use_local_output = use_local_output
-        _same_length(self, "input_layouts", self.input_layouts, self.desired_input_layouts)
-        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            raise SpecError(
-                f"{type(self).__name__}: input_kwarg_layouts names "
-                f"{sorted(self.input_kwarg_layouts)}, desired_input_kwarg_layouts "
-                f"{sorted(self.desired_input_kwarg_layouts)}."
-            )
-
-
-class PrepareModuleOutput(ParallelStyle):
-    """Redistributes the outputs of a module, after its forward.
-
-    Moves: what `redistribute` moves between the two layouts of each output.
-
-    Args:
-        output_layouts: placement of each output; None for one that is not changed.
-        desired_output_layouts: placement of each after it.
-        use_local_output: as in `ColwiseParallel`.
-
-    Raises:
-        SpecError: a layout is no placement, or the lengths differ.
-
-    Source: `torch.distributed.tensor.parallel.PrepareModuleOutput`.
-
-    Example:
-        >>> from torch.distributed.tensor import Replicate, Shard
-        >>> from shardmap_torch import PrepareModuleOutput
-        >>> style = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
-        >>> style.desired_output_layouts
-        (Shard(dim=0),)
-    """
-
-    def __init__(
-        self,
-        *,
-        output_layouts: Layouts,
-        desired_output_layouts: Layouts,
-        use_local_output: bool = True,
-    ) -> None:
-        self.output_layouts = _several(self, "output_layouts", output_layouts) or ()
-        self.desired_output_layouts = (
-            _several(self, "desired_output_layouts", desired_output_layouts) or ()
-        )
-        self.use_local_output = use_local_output
-        _same_length(self, "output_layouts", self.output_layouts, self.desired_output_layouts)
-
-
-class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` of one module.
-
-    Moves: what the two move.
-
-    Args:
-        input_layouts: as in `PrepareModuleInput`.
-        desired_input_layouts: as there.
-        input_kwarg_layouts: as there.
-        desired_input_kwarg_layouts: as there.
-        use_local_input: its `use_local_output`.
-        output_layouts: as in `PrepareModuleOutput`.
-        desired_output_layouts: as there.
-        use_local_output: as there.
-
-    Raises:
-        SpecError: as both.
-
-    Source: `torch.distributed.tensor.parallel.PrepareModuleInputOutput`.
-
-    Example:
-        >>> from torch.distributed.tensor import Replicate, Shard
-        >>> from shardmap_torch import PrepareModuleInputOutput
-        >>> style = PrepareModuleInputOutput(
-        ...     input_layouts=Shard(1), desired_input_layouts=Replicate(),
-        ...     output_layouts=Replicate(), desired_output_layouts=Shard(1))
-        >>> style.prepare_module_output.output_layouts
-        (Replicate(),)
-    """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Layouts | None = None,
-        desired_input_layouts: Layouts | None = None,
-        input_kwarg_layouts: Mapping[str, Placement] | None = None,
-        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
-        use_local_input: bool = False,
-        output_layouts: Layouts,
-        desired_output_layouts: Layouts,
-        use_local_output: bool = True,
-    ) -> None:
-        self.prepare_module_input = PrepareModuleInput(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_input,
-        )
-        self.prepare_module_output = PrepareModuleOutput(
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
-            use_local_output=use_local_output,
-        )
-
-
-def _one(
-    style: ParallelStyle, name: str, layout: Placement | None, default: Placement
-) -> Placement:
-    if layout is None:
-        return default
-    check_placement(layout, f"{type(style).__name__}: {name}")
-    return layout
-
-
-def _several(
-    style: ParallelStyle, name: str, layouts: Layouts | None
-) -> tuple[Placement | None, ...] | None:
-    if layouts is None:
+def _pairs(before: Any, after: Any) -> list[Change | None] | None:
+    if before is None or after is None:
         return None
-    placements = tuple(layouts) if isinstance(layouts, tuple | list) else (layouts,)
-    for layout in placements:
-        if layout is not None:
-            check_placement(layout, f"{type(style).__name__}: {name}")
-    return placements
+    pairs = zip(before, after, strict=True)
+    return [None if src is None and dst is None else (src, dst) for src, dst in pairs]
 
 
-def _named(
-    style: ParallelStyle, name: str, layouts: Mapping[str, Placement] | None
-) -> dict[str, Placement]:
-    if layouts is None:
-        return {}
-    if not isinstance(layouts, Mapping):
-        raise SpecError(
-            f"{type(style).__name__}: {name} takes placements by name, not {show(layouts)}."
-        )
-    for layout in layouts.values():
-        check_placement(layout, f"{type(style).__name__}: {name}")
-    return dict(layouts)
+def mistakes(layouts: Layouts) -> Iterator[str]:
+    """Yields what cannot be meant by the arguments of a style."""
+    for name, (src, dst) in layouts.named.items():
+        if src is None or dst is None:
+            yield f"input_kwarg_layouts and desired_input_kwarg_layouts must both name {name!r}"
+    positional = [*(layouts.inputs or ()), *(layouts.outputs or ())]
+    for src, dst in filter(None, [*positional, *layouts.named.values()]):
+        if src is None:
+            yield f"{dst!r} is desired, and nothing says from what; give both layouts, or None"
+        for placement in (src, dst):
+            if placement is not None and not _is_placement(placement):
+                yield f"a layout is Shard(dim), Replicate() or Partial(), not {show(placement)}"
 
 
-def _same_length(
-    style: ParallelStyle,
-    name: str,
-    have: tuple[Placement | None, ...] | None,
-    desired: tuple[Placement | None, ...] | None,
-) -> None:
-    for place, (ours, theirs) in enumerate(zip(have or (), desired or (), strict=False)):
-        if ours is None and theirs is not None:
-            raise SpecError(
-                f"{type(style).__name__}: desired_{name}[{place}] is {theirs!r}, and "
-                f"{name}[{place}] does not say from what; give both, or None for both."
-            )
-    if len(have or ()) != len(desired or ()):
-        raise SpecError(
-            f"{type(style).__name__}: {name} has {len(have or ())} layouts, desired_{name} "
-            f"{len(desired or ())}; both need one per tensor."
-        )
+def _is_placement(placement: object) -> bool:
+    """Returns whether a placement corresponds to a type."""
+    if type(placement) is Shard:
+        return type(placement.dim) is int
+    if type(placement) is Partial:
+        return placement.reduce_op == "sum"
+    return type(placement) is Replicate
+
+
+def normalized(placement: Placement, ndim: int, name: str) -> Placement:
+    """Returns the placement with its dim counted from the front.
+
+    Raises:
+        SpecError: the tensor has no such dim.
+    """
+    if not isinstance(placement, Shard):
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        raise SpecError(f"{name}: {placement!r}, but the tensor has {ndim} dims.")
+    return Shard(placement.dim % ndim)
+
+
+def spec_of(placement: Placement, axis: str) -> P:
+    """Converts a placement, with its dim counted from the front, to a partition spec."""
+    if isinstance(placement, Shard):
+        return P(*[None] * placement.dim, axis)
+    return P(partial=(axis,) if isinstance(placement, Partial) else ())

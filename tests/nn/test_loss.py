@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from shardmap_torch import LayerError, P, S, make_mesh, shard_map, trace, validate_rule
 from shardmap_torch.nn import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from shardmap_torch.nn.chunked_loss import chunked_nats
-from shardmap_torch.nn.loss import own_scores
+from shardmap_torch.nn.loss import Loss, chunked_nats, own_scores
 from tests.nn.support.cases import (
     Case,
     assert_equal_on_processes,
@@ -76,6 +75,17 @@ CASES = {
     "each": case(EACH, reduction="none"),
     "smoothed mean": case(MEAN, label_smoothing=0.1),
     "z-loss": case(EACH, reduction="none", z_loss=0.3, label_smoothing=0.1),
+    "weighted by class": Case(
+        lambda logits, targets, factors: loss(
+            logits, targets, class_weight=factors.detach(), label_smoothing=0.1, batch_axis="dp"
+        ),
+        lambda logits, targets, factors: torchs(
+            logits, targets, weight=factors.detach(), label_smoothing=0.1
+        ),
+        (*SPECS, P()),
+        MEAN,
+        (LOGITS, SOME_IGNORED, random(8).exp()),
+    ),
     "of probabilities": Case(
         partial(soft, batch_axis="dp", label_smoothing=0.2, reduction="sum"),
         partial(torchs, label_smoothing=0.2, reduction="sum"),
@@ -121,9 +131,9 @@ def test_over_the_batch_a_sum_and_a_count_are_sent_and_the_count_only_where_it_i
     assert budget(CASES["mean of none ignored"], "dp") == ({"all_reduce": 1}, {})
 
 
-def test_by_chunks_the_backward_sends_the_gradient_of_x_and_nothing_of_the_logits() -> None:
-    num_chunks = 3  # of 5 of this rank's 12 positions
-    assert budget(CASES["chunked"]) == ({"all_reduce": 3 * num_chunks}, {"all_reduce": 1})
+def test_by_chunks_the_backward_sends_the_gradient_of_x_and_what_it_recomputes() -> None:
+    of_chunks = 3 * 3  # of 5 of this rank's 12 positions
+    assert budget(CASES["chunked"]) == ({"all_reduce": of_chunks}, {"all_reduce": of_chunks + 1})
 
 
 def test_by_chunks_no_tensor_of_the_program_holds_more_logits_than_a_chunk() -> None:
@@ -153,7 +163,8 @@ def test_smoothing_spreads_over_the_global_vocabulary() -> None:
 def test_the_regions_keep_their_promises(batch: P) -> None:
     scores = own_scores("tp").typed(batch, batch, ranks=(3, 2))
     assert validate_rule(scores, LOGITS, TARGETS, num_ranks=2)
-    nats = chunked_nats("tp", 5, 0.1, 0.2).typed(batch, P(), batch, ranks=(3, 2, 2))
+    options = Loss("loss", "tp", label_smoothing=0.1, z_loss=0.2)
+    nats = chunked_nats(options, 5).typed(batch, P(), batch, ranks=(3, 2, 2))
     assert validate_rule(nats, X, W, TARGETS, num_ranks=2)
 
 

@@ -245,7 +245,8 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     ),
     (
         PrepareModuleOutput(
-            output_layouts=(Replicate(), None), desired_output_layouts=(Replicate(), None)
+            output_layouts=(Replicate(), Replicate()),
+            desired_output_layouts=(Replicate(), Replicate()),
         ),
         (X,),
         {},
