@@ -9,6 +9,7 @@ from typing import overload
 
 from torch import Tensor
 
+from shardmap_torch.backends.products import multiply
 from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.kernels.autograd import Unfused
 from shardmap_torch.kernels.dispatch import (
@@ -20,7 +21,7 @@ from shardmap_torch.kernels.dispatch import (
     prepared,
 )
 from shardmap_torch.kernels.planner import Overlap
-from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.ops.arguments import Axis, read_axes
 from shardmap_torch.types import TypeLike
 
 
@@ -222,3 +223,14 @@ def matmul_all_reduce(
     prepared_call = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias), overlap)
     y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias
+
+
+def local_matmul(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
+    """`x @ w` on each rank, which sends nothing; one matmul for all simulated ranks in a batch.
+
+    Shape: x [..., k], w [k, n, ...] gives [..., n, ...]. Types: those of a matmul.
+
+    Raises:
+        CollectiveError: outside a body, or an unknown axis.
+    """
+    return multiply(read_axes("local_matmul", axis)[1].backend, x, w)

@@ -38,17 +38,6 @@ def read_axes(name: str, axis: Axis) -> tuple[tuple[str, ...], Scope]:
     return parts, scope_of(name, parts)
 
 
-def types_of(x: Tensor, axes: tuple[str, ...] | None = None) -> tuple[AxisType, ...] | None:
-    """Returns the types of `x` that the checker found, along all bound axes or these.
-
-    None outside of a body, or in one that is not checked.
-    """
-    scope = current_scope()
-    if scope is None:
-        return None
-    return scope.types_of(tuple(sorted(scope.axes)) if axes is None else finest(axes), x)
-
-
 def _bound() -> frozenset[str]:
     scope = current_scope()
     return frozenset() if scope is None else scope.axes

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError, show
-from shardmap_torch.ops.arguments import read_dim, read_tensor, types_of
+from shardmap_torch.ops.arguments import read_dim, read_tensor
+from shardmap_torch.ops.body import types_of
 from shardmap_torch.types import V
 
 C = TypeVar("C")

@@ -10,16 +10,17 @@ from shardmap_torch.nn.attention import attention, own_kv_heads
 from shardmap_torch.nn.cache import kv_update
 from shardmap_torch.nn.context import head_tail_order, ring_attention, ulysses_attention
 from shardmap_torch.nn.embedding import vocab_parallel_embedding
-from shardmap_torch.nn.experts.dropless import dropless_moe
-from shardmap_torch.nn.experts.grouped import grouped_linear
 from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer, fsdp_layers
 from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from shardmap_torch.nn.moe import moe
+from shardmap_torch.nn.moe import dropless_moe, grouped_linear, moe
 from shardmap_torch.nn.norm import layer_norm, rms_norm
-from shardmap_torch.nn.pipeline import pipeline_value_and_grad
+from shardmap_torch.nn.pipeline import (
+    gpipe_schedule,
+    one_forward_one_backward_schedule,
+    pipeline_value_and_grad,
+)
 from shardmap_torch.nn.rotary import positions, rotary, rotary_tables
-from shardmap_torch.nn.schedules import gpipe_schedule, one_forward_one_backward_schedule
 from shardmap_torch.random import dropout
 
 __all__ = [

@@ -1,16 +1,19 @@
 """Attention over a sharded sequence (context parallelism): ring attention and Ulysses."""
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
+from shardmap_torch.function import Function
+from shardmap_torch.nn.arguments import check_shards
 from shardmap_torch.nn.attention import attention, show_shapes
-from shardmap_torch.nn.core.arguments import check_shards
-from shardmap_torch.nn.core.region import PerRank, per_rank
-from shardmap_torch.nn.core.ring import ring
-from shardmap_torch.ops import all_gather, all_to_all
+from shardmap_torch.nn.region import PerRank, per_rank
+from shardmap_torch.ops import all_gather, all_to_all, axis_index, axis_size, shift
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import R
 
@@ -195,3 +198,213 @@ def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, positions: Tensor 
             f"{name}: positions {list(positions.shape)} must be [{q.shape[-3]}], one for each of "
             "this rank's."
         )
+
+
+_TIME: Final = -4
+
+Place: TypeAlias = Callable[[Tensor, float], Tensor]
+
+
+# Steps of `ring_attention` on one rank, forward and backward. At step s a rank has the keys and
+# values of the rank s positions before it. A step is a list of `Block`s, each a pair of queries and
+# keys; forward and backward run the same blocks. Shapes: q [..., t, g, r, d] with r query heads per
+# key head, k and v [..., t, g, 1, d].
+
+
+@dataclass(frozen=True)
+class Part:
+    """A subset of a rank's positions.
+
+    Attributes:
+        take: selects them from a tensor of all positions, along `_TIME`.
+        place: pads a tensor of these positions to all positions with a number.
+    """
+
+    take: Callable[[Tensor], Tensor]
+    place: Place
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries that attend to keys; `sees` is the mask [queries, keys], None without one."""
+
+    queries: Part
+    keys: Part
+    sees: Tensor | None = None
+
+
+def ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | None,
+    axis: Axis,
+    causal: bool,
+    balanced: bool,
+    scale: float,
+) -> Tensor:
+    """Attends: q [..., t, h, d], k [..., t, g, d], v [..., t, g, e] -> [..., t, h, e]."""
+    count, length = axis_size(axis), q.shape[-3]
+    if positions is None:
+        table = torch.arange(count * length, device=q.device).reshape(count, length)
+    else:
+        table = all_gather(positions, axis, tiled=False, dst=R)
+    grouped = q.unflatten(-2, (k.shape[-2], q.shape[-2] // k.shape[-2]))
+    ring = _Steps(axis, causal, balanced and count > 1, scale)
+    y, _ = _Ring.apply(grouped, k.unsqueeze(-2), v.unsqueeze(-2), table, ring)
+    result: Tensor = y.flatten(-3, -2)
+    if ring.balanced and positions is not None:
+        result = result.masked_fill(positions.ne(_head_tail(count, length, axis)).any(), torch.nan)
+    return result
+
+
+def _head_tail(count: int, length: int, axis: Axis) -> Tensor:
+    """Computes the positions of this rank in `head_tail_order`."""
+    rank, half = axis_index(axis), length // 2
+    own = torch.arange(half, device=rank.device)
+    return torch.cat([rank * half + own, (2 * count - 1 - rank) * half + own])
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Plan of the steps: the blocks of each."""
+
+    axis: Axis
+    causal: bool
+    balanced: bool
+    scale: float
+
+    def blocks(self, step: int, table: Tensor) -> list[Block]:
+        """Returns the blocks of a step; `table` has the positions of all ranks."""
+        length = table.shape[1]
+        if not self.causal:
+            return [Block(_all(), _all())]
+        rank = axis_index(self.axis)
+        source = (rank - step) % table.shape[0]
+        if self.balanced and step:
+            return _half(source < rank, length)
+        own, attended = (table.index_select(0, at.reshape(1)).squeeze(0) for at in (rank, source))
+        return [Block(_all(), _all(), own.unsqueeze(-1) >= attended)]
+
+
+def _half(is_before: Tensor, length: int) -> list[Block]:
+    """Returns the unmasked blocks of a step where each rank has a head and a tail of the sequence.
+
+    Every tail sees every head. The head of a rank before this one is seen by our head as well; the
+    tail of a rank after this one is seen by our tail.
+    """
+    head, tail = _narrow(0, length), _narrow(length // 2, length)
+    one = _either(is_before, head, tail)
+    return [Block(tail, head), Block(one, one)]
+
+
+def _all() -> Part:
+    return Part(lambda x: x, lambda x, _: x)
+
+
+def _narrow(start: int, length: int) -> Part:
+    """Returns the half of the positions that begins at `start`."""
+
+    def place(x: Tensor, fill: float) -> Tensor:
+        rest = torch.full_like(x, fill)
+        return torch.cat([rest, x] if start else [x, rest], _TIME)
+
+    return Part(lambda x: x.narrow(_TIME, start, length // 2), place)
+
+
+def _either(condition: Tensor, one: Part, other: Part) -> Part:
+    """Returns `one` where the condition is true on this rank, else `other`."""
+    return Part(
+        lambda x: one.take(x).where(condition, other.take(x)),
+        lambda x, fill: one.place(x, fill).where(condition, other.place(x, fill)),
+    )
+
+
+class _Ring(Function):
+    """Autograd Function: the attention, and the logsumexp of its scores [..., t, g, r, 1]."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, table: Tensor, steps: _Steps
+    ) -> tuple[Tensor, Tensor]:
+        least = torch.finfo(q.dtype).min
+        y = torch.zeros_like(q[..., :1]) * v[..., :1, :]
+        total = torch.full_like(q[..., :1], least)
+        for step, keys, values in _round(k, v, table, steps):
+            for block in steps.blocks(step, table):
+                scores = _scores(block, q, keys, steps.scale)
+                log_sum = scores.logsumexp(-1, keepdim=True)
+                attended = _sum_over_keys((scores - log_sum).exp(), block.keys.take(values))
+                log_sum = block.queries.place(log_sum, least)
+                grown = torch.logaddexp(total, log_sum)
+                y = y * (total - grown).exp()
+                y = y + block.queries.place(attended, 0.0) * (log_sum - grown).exp()
+                total = grown
+        return y, total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, table, ctx.steps = inputs
+        ctx.save_for_backward(q, k, v, table, *output)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor, d_total: Tensor) -> tuple[Tensor | None, ...]:
+        """Passes through the ring again; the gradients of keys and values are sent along.
+
+        A second derivative flows through the saved logsumexp, which therefore has a gradient.
+        """
+        q, k, v, table, y, total = ctx.saved_tensors
+        steps = ctx.steps
+        drift = (d_y * y).sum(-1, keepdim=True) - d_total
+        d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for step, keys, values in _round(k, v, table, steps):
+            if step:
+                d_k, d_v = _shifted(d_k, d_v, steps.axis)
+            for block in steps.blocks(step, table):
+                mine, theirs = block.queries, block.keys
+                scores = _scores(block, q, keys, steps.scale)
+                weights = (scores - mine.take(total)).exp()
+                d_own = mine.take(d_y)
+                d_weights = torch.einsum("...tgre,...sgue->...tgrs", d_own, theirs.take(values))
+                d_scores = weights * (d_weights - mine.take(drift)) * steps.scale
+                d_q = d_q + mine.place(_sum_over_keys(d_scores, theirs.take(keys)), 0.0)
+                d_k = d_k + theirs.place(_sum_over_queries(d_scores, mine.take(q)), 0.0)
+                d_v = d_v + theirs.place(_sum_over_queries(weights, d_own), 0.0)
+        d_k, d_v = _shifted(d_k, d_v, steps.axis)  # back to the rank that owns them
+        return d_q, d_k, d_v, None, None
+
+
+def _round(
+    k: Tensor, v: Tensor, table: Tensor, steps: _Steps
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields the keys and values of one rank after the other, starting with this one."""
+    for step in range(table.shape[0]):
+        if step:
+            k, v = _shifted(k, v, steps.axis)
+        yield step, k, v
+
+
+def _shifted(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Sends both to the next rank, in one message."""
+    both = shift(torch.cat([k, v], -1), axis, 1)
+    keys, values = both.split([k.shape[-1], v.shape[-1]], -1)
+    return keys, values
+
+
+def _scores(block: Block, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Computes scores [..., t, g, r, s]; the least number where a query does not see a key."""
+    scores = torch.einsum("...tgrd,...sgud->...tgrs", block.queries.take(q), block.keys.take(k))
+    scores = scores * scale
+    if block.sees is None:
+        return scores
+    return scores.masked_fill(~block.sees[:, None, None, :], torch.finfo(scores.dtype).min)
+
+
+def _sum_over_keys(weights: Tensor, values: Tensor) -> Tensor:
+    """Sums over keys: [..., t, g, r, s] and [..., s, g, 1, e] -> [..., t, g, r, e]."""
+    return torch.einsum("...tgrs,...sgue->...tgre", weights, values)
+
+
+def _sum_over_queries(weights: Tensor, x: Tensor) -> Tensor:
+    """Sums over queries: [..., t, g, r, s] and [..., t, g, r, e] -> [..., s, g, 1, e]."""
+    return torch.einsum("...tgrs,...tgre->...sge", weights, x).unsqueeze(-2)

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.core.arguments import read_layout
-from shardmap_torch.nn.core.region import PerRank, per_rank
+from shardmap_torch.nn.arguments import read_layout
+from shardmap_torch.nn.region import PerRank, per_rank
 from shardmap_torch.ops import axis_index, axis_size, redistribute
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, Partial, TypeLike

@@ -12,8 +12,8 @@ from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
 from shardmap_torch.core.tree import Placed, broadcast_prefix, flatten, unflatten
 from shardmap_torch.errors import LayerError, listing
-from shardmap_torch.nn.core.arguments import to_replicate
-from shardmap_torch.nn.core.region import PerRank, Types, axes_of
+from shardmap_torch.nn.arguments import axes_of, to_replicate
+from shardmap_torch.nn.region import PerRank, Types
 from shardmap_torch.ops import all_gather
 from shardmap_torch.ops.arguments import finest
 from shardmap_torch.ops.gather import gather_starter

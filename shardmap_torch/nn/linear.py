@@ -5,7 +5,6 @@ from typing import overload
 
 from torch import Tensor
 
-from shardmap_torch.backends.products import multiply
 from shardmap_torch.errors import LayerError
 from shardmap_torch.kernels import (
     Overlap,
@@ -13,16 +12,15 @@ from shardmap_torch.kernels import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from shardmap_torch.nn.core.arguments import (
-    backend_of,
+from shardmap_torch.kernels.api import local_matmul
+from shardmap_torch.nn.arguments import (
     check_inner,
-    num_ranks,
     read_layout,
     replicate_weight,
     shard_of,
     to_replicate,
 )
-from shardmap_torch.ops import convert
+from shardmap_torch.ops import axis_size, convert
 from shardmap_torch.ops.arguments import Axis, read_dim
 from shardmap_torch.types import AxisType, I, Partial, R, TypeLike
 
@@ -104,7 +102,7 @@ def column_linear(
     biases = _biases(weights, bias if bias is None or not isinstance(bias, Tensor) else (bias,))
     layout = read_layout("column_linear", "src", src, "IRS")
     dim = None if layout.dim is None else read_dim("column_linear", "src dim", layout.dim, x.ndim)
-    parts = num_ranks("column_linear", axis) if dim == x.ndim - 1 else 1
+    parts = axis_size(axis) if dim == x.ndim - 1 else 1
     for w in weights:
         _check_matrix("column_linear", w)
         check_inner("column_linear", x, w.shape[0] // parts, w, "weight")
@@ -112,7 +110,7 @@ def column_linear(
         outs = all_gather_matmul(x, weights, axis, gather_dim=dim, bias=biases, overlap=overlap)
     else:
         x = to_replicate(x, axis) if layout == I else x
-        products = [multiply(backend_of("column_linear", axis), x, w) for w in weights]
+        products = [local_matmul(x, w, axis) for w in weights]
         pairs = zip(products, biases, strict=True)
         outs = tuple([y if b is None else y + b for y, b in pairs])
     return outs[0] if isinstance(weight, Tensor) else outs
@@ -177,7 +175,7 @@ def row_linear(
         dim = read_dim("row_linear", "dst dim", layout.dim, x.ndim)
         y = matmul_reduce_scatter(x, matrix, axis, scatter_dim=dim, overlap=overlap)
     elif layout == Partial:
-        y = multiply(backend_of("row_linear", axis), x, matrix)
+        y = local_matmul(x, matrix, axis)
     else:
         y = matmul_all_reduce(x, matrix, axis, dst=layout, overlap=overlap)
     return y if bias is None else y + _bias_after(bias, axis, layout, bias_layout, y.ndim)

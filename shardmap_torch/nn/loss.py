@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.core.arguments import check_inner, num_rows, read_layout, to_replicate
-from shardmap_torch.nn.core.region import PerRank, axes_of, per_rank
+from shardmap_torch.nn.arguments import axes_of, check_inner, num_rows, read_layout, to_replicate
 from shardmap_torch.nn.embedding import own_rows
+from shardmap_torch.nn.region import PerRank, per_rank
 from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, R, TypeLike, V

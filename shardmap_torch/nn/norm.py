@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch.nn.core.arguments import check_inner, num_rows, replicate_weight
+from shardmap_torch.nn.arguments import check_inner, num_rows, replicate_weight
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.types import I, TypeLike
 

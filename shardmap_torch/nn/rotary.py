@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.core.arguments import check_shards
-from shardmap_torch.nn.core.region import PerRank, per_rank
+from shardmap_torch.nn.arguments import check_shards
+from shardmap_torch.nn.region import PerRank, per_rank
 from shardmap_torch.ops import axis_index
 from shardmap_torch.ops.arguments import Axis
 

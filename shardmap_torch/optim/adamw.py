@@ -7,7 +7,7 @@ import torch
 
 from shardmap_torch.errors import OptimizerError, show
 from shardmap_torch.optim.fused import fused_adamw
-from shardmap_torch.optim.lists import Tensors, as_number, foreach, foreach_in_place
+from shardmap_torch.optim.lists import Tensors, as_number, foreach
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
 
@@ -79,14 +79,14 @@ class _AdamW(Elementwise):
             return fused[0], fused[1:]
         mean = foreach("lerp", moments[0], grads, 1 - beta1)
         square = foreach("mul", moments[1], beta2)
-        square = foreach_in_place("addcmul", square, grads, grads, value=1 - beta2)
+        square = foreach("addcmul", square, grads, grads, value=1 - beta2)
         scale = torch.rsqrt(1 - beta2**at.number)
-        denominator = foreach_in_place("mul", foreach("sqrt", square), scale)
-        denominator = foreach_in_place("add", denominator, self.eps)
+        denominator = foreach("mul", foreach("sqrt", square), scale)
+        denominator = foreach("add", denominator, self.eps)
         amount = as_number(-at.lr / (1 - beta1**at.number))
         scalars = {"value": amount} if isinstance(amount, float) else {}
         change = mean if scalars else foreach("mul", mean, amount)
-        return foreach_in_place("addcdiv", moved, change, denominator, **scalars), [mean, square]
+        return foreach("addcdiv", moved, change, denominator, **scalars), [mean, square]
 
 
 def _decayed(params: Tensors, at: Step) -> Tensors:

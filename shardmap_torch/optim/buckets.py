@@ -13,12 +13,11 @@ from typing import Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.region import local_region
-from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import lazy, memo
 from shardmap_torch.core.storage import spare
 from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert, reduce_scatter
+from shardmap_torch.ops.body import is_checking, mesh_of_body
 from shardmap_torch.spec import P
 from shardmap_torch.types import I, V
 
@@ -109,7 +108,7 @@ def _as_region(
     move: Callable[..., tuple[Tensor, ...]], transfers: Sequence[Transfer]
 ) -> Callable[..., tuple[Tensor, ...]]:
     # A region does nothing but under the checker.
-    if torch.compiler.is_dynamo_compiling() or current_interpreter() is None:
+    if torch.compiler.is_dynamo_compiling() or not is_checking():
         return move
     move.__name__ = f"{transfers[0].name}_buckets"  # shown in reports
     sources, targets = tuple(t.src for t in transfers), tuple(t.dst for t in transfers)
@@ -165,8 +164,8 @@ def _move_group(
 
 def _is_here(axes: tuple[str, ...]) -> bool:
     """Returns whether this process has the values of all ranks of the axes."""
-    scope = current_scope()
-    is_simulated = scope is not None and scope.backend.mesh.kind == "simulated"
+    mesh = mesh_of_body()
+    is_simulated = mesh is not None and mesh.kind == "simulated"
     return is_simulated or axis_size(axes) == 1
 
 

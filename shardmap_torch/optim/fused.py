@@ -8,8 +8,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.recorder import is_recording
-from shardmap_torch.core.torch_private.engine import forward_level, fused_adamw_, has_kernel
+from shardmap_torch.core.torch_private.engine import (
+    dispatch_mode_stack,
+    forward_level,
+    fused_adamw_,
+    has_kernel,
+)
 from shardmap_torch.optim.lists import Tensors, as_number, beneath_vmaps, foreach, is_readable
 
 _DEVICES: Final = frozenset(
@@ -43,7 +47,7 @@ def fused_adamw(
     lr, *numbers = map(as_number, options)
     if any([isinstance(x, Tensor) for x in numbers]) or forward_level() >= 0:
         return None
-    if isinstance(lr, Tensor) and not (is_recording() and is_readable(lr)):
+    if isinstance(lr, Tensor) and not (dispatch_mode_stack() and is_readable(lr)):
         return None
     return beneath_vmaps(_step, (*columns, number, lr, *map(float, numbers)), writes=True)
 

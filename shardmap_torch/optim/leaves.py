@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.tree import (
     Broadcast,
@@ -18,6 +17,7 @@ from shardmap_torch.core.tree import (
     rebuilt,
 )
 from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.ops.body import mesh_of_body
 from shardmap_torch.spec import P, expanded, is_partition
 
 
@@ -60,8 +60,8 @@ def match_leaves(what: str, specs: Tree, tree: Tree, head: str) -> Leaves:
     others = [leaf for leaf in values if type(leaf) is not Tensor]
     if matched.mismatches or not all([isinstance(leaf, Tensor) for leaf in others]):
         raise SpecError(listing(head, [*map(str, matched.mismatches), *_others(specs, tree, what)]))
-    scope = current_scope()
-    aliases = () if scope is None else scope.backend.mesh.aliases
+    mesh = mesh_of_body()
+    aliases = () if mesh is None else mesh.aliases
     return Leaves(values, structure, _finest(matched, aliases) if aliases else matched)
 
 

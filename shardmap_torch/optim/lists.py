@@ -1,19 +1,18 @@
 """Tensors and numbers of optimizers: fused arithmetic on lists, scalars, shards as DTensors."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch.backends.recorder import is_recording
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.queries import in_place_of_batched
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import batched_at, dims_of, is_only_vmapped, stacked_over
 from shardmap_torch.core.torch_private.engine import (
     are_transforms_active,
+    dispatch_mode_stack,
     forward_level,
     functorch,
     temporarily_clear_interpreter_stack,
@@ -50,26 +49,6 @@ def foreach(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: 
         single(*(o[i] if isinstance(o, list) else o for o in operands), **scalars)
         for i in range(len(lists[0]))
     ]
-
-
-def foreach_in_place(
-    name: str, own: Tensors, *operands: Sequence[Tensor] | Tensor | float, **scalars: float
-) -> Tensors:
-    """Maps like `foreach`, in place in the first operand, whose memory must not be shared.
-
-    New memory costs more than the arithmetic of an optimizer: the OS kernel has to clear its pages.
-    """
-    if not own:
-        return own
-    if torch.is_grad_enabled() and any([x.requires_grad for x in own]):
-        return foreach(name, own, *operands, **scalars)  # autograd may have saved them
-
-    def write(*every: Any) -> "tuple[Tensors]":  # Dynamo cannot make the generic alias
-        _fused(f"_foreach_{name}_", every, scalars)
-        return (every[0],)
-
-    found = beneath_vmaps(write, (own, *operands), writes=True)
-    return foreach(name, own, *operands, **scalars) if found is None else found[0]
 
 
 def beneath_vmaps(
@@ -121,19 +100,21 @@ def _unbatched(operands: Operands, levels: list[list[int]]) -> list[Any]:
 def _fused(name: str, operands: Sequence[Any], scalars: Mapping[str, float]) -> Any:
     """Calls a fused operator; the checker learns that batched bodies do without it."""
     fused: Any = getattr(torch, name)
-    interpreter = None if torch.compiler.is_dynamo_compiling() else current_interpreter()
-    with nullcontext() if interpreter is None else interpreter.batching():
+    if torch.compiler.is_dynamo_compiling():
+        return fused(*operands, **scalars)
+    with in_place_of_batched():
         return fused(*operands, **scalars)
 
 
 def as_number(scalar: Tensor | float) -> Tensor | float:
     """Returns a scalar as a number, with which fused operators take fewer passes, where it is one.
 
-    A tensor stays one where it has no value that can be read, or while operators are recorded.
+    A tensor stays one where it has no value that can be read, and under a dispatch mode, which may
+    record operators for later calls with other values.
     """
     if torch.compiler.is_dynamo_compiling() or type(scalar) is not Tensor:
         return scalar
-    return scalar if is_recording() or not is_readable(scalar) else float(scalar)
+    return scalar if dispatch_mode_stack() or not is_readable(scalar) else float(scalar)
 
 
 def is_readable(scalar: Tensor) -> bool:

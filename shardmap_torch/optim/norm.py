@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardmap_torch.checker.region import local_region
-from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.torch_private.engine import are_transforms_active
 from shardmap_torch.core.tree import Broadcast, Tree, closed, flatten, opened
 from shardmap_torch.errors import OptimizerError, SpecError, show
 from shardmap_torch.ops import all_reduce
+from shardmap_torch.ops.body import mesh_of_body
 from shardmap_torch.optim.leaves import Leaves, match_leaves
 from shardmap_torch.optim.lists import foreach, is_number, placed_like
 from shardmap_torch.spec import P
@@ -71,7 +71,7 @@ def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> T
     others = [leaf for leaf in leaves if type(leaf) is not Tensor]
     if not all([isinstance(leaf, Tensor) for leaf in others]):
         raise OptimizerError("global_norm: a leaf of the tree is no tensor.")
-    in_body = current_scope() is not None
+    in_body = mesh_of_body() is not None
     amounts = _in_body(tree, specs, ord) if in_body else _outside(tree, ord)
     dtype = _widest(amounts)
     stacked = torch.stack([amount.to(dtype) for amount in amounts])

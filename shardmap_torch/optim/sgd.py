@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import OptimizerError
-from shardmap_torch.optim.lists import Tensors, foreach, foreach_in_place
+from shardmap_torch.optim.lists import Tensors, foreach
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
 from shardmap_torch.optim.schedules import Rate
 
@@ -79,7 +79,7 @@ class _SGD(Elementwise):
         change = grads
         if moments:
             kept = foreach("mul", moments[0], self.momentum)
-            moments = [foreach_in_place("add", kept, self._dampened(grads, at))]
+            moments = [foreach("add", kept, self._dampened(grads, at))]
             change = moments[0]
             if self.nesterov:
                 change = foreach("add", grads, foreach("mul", moments[0], self.momentum))

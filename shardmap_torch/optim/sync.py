@@ -6,14 +6,13 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from shardmap_torch.checker.assertions import types_in_check
-from shardmap_torch.checker.interpreter.modes import current_interpreter
-from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.checker.queries import types_now
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import Broadcast, Flat, Tree, closed
 from shardmap_torch.errors import ShardTypeError, SpecError, listing, read_names, show
 from shardmap_torch.ops.arguments import Axis, finest
+from shardmap_torch.ops.body import is_checking
 from shardmap_torch.optim.buckets import BUCKET_BYTES, Stage, Transfer, transfer_all
 from shardmap_torch.optim.leaves import Leaves, match_leaves
 from shardmap_torch.spec import P
@@ -268,14 +267,12 @@ def _check_scattered(
 
 def _check_types(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
     """Requires, under the checker, that each leaf is a pending sum over its axes and no others."""
-    interpreter = current_interpreter()
-    if interpreter is None:
+    if not is_checking():
         return
     problems = []
     columns = zip(leaves.paths, leaves.values, leaves.specs, pending, strict=True)
     for path, value, spec, axes in columns:
-        have = types_in_check(interpreter, value)
-        types = {axis: plain(type_) for axis, type_ in have.items()}
+        types = types_now(value) or {}
         complete = [axis for axis in axes if types.get(axis) in (I, R, K)]
         done = (*axes, *spec.mentioned)
         also_pending = [axis for axis, type_ in types.items() if type_.varies and axis not in done]

@@ -98,9 +98,9 @@ class Inputs:
         layout = self._named.get(name)
         if layout is None and 0 <= position < len(self._layouts):
             layout = self._layouts[position]
-        if layout is None or not isinstance(value, Tensor):
+        if layout is None or not _is_tensor(value):
             return P()
-        return spec_of(normalized(layout, value.ndim, name), self._axis)
+        return spec_of(normalized(layout, len(value.shape), name), self._axis)
 
     def _expand(self, name: str, value: Any, prefix: Tree, problems: list[str]) -> Tree:
         leaves = (
@@ -113,7 +113,7 @@ class Inputs:
             if isinstance(leaf, Mismatch):
                 problems.append(str(leaf))
             else:
-                specs.append(leaf.spec if isinstance(leaf.value, Tensor) else None)
+                specs.append(leaf.spec if _is_tensor(leaf.value) else None)
         return None if problems else unflatten(flatten(value)[1], specs)
 
 
@@ -169,6 +169,11 @@ class Outputs:
             return leaf
         placements = [Replicate()] * len(self._mesh.axis_names)
         return DTensor.from_local(leaf, self._mesh.device_mesh, placements, run_check=False)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Returns whether it has a spec: a tensor, or a `ShapeDtype` that stands for one."""
+    return isinstance(value, Tensor) or hasattr(value, "dtype")
 
 
 def _is_spec(value: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.nn.embedding import own_embeddings
 from shardmap_torch.ops import convert, redistribute, reinterpret
-from shardmap_torch.ops.arguments import types_of
+from shardmap_torch.ops.body import types_of
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import Change, Layouts, normalized
 from shardmap_torch.types import AxisType, I, K, Partial, R, S, V, Z

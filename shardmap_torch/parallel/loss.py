@@ -14,11 +14,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.boundary.placements import spec_of
-from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.nn import vocab_parallel_cross_entropy
+from shardmap_torch.ops.body import mesh_of_body
 from shardmap_torch.parallel.module import resolve_axis
 from shardmap_torch.spec import Entry, P
 from shardmap_torch.transform import shard_map
@@ -82,7 +82,7 @@ class _CrossEntropyMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.cross_entropy and current_scope() is None:
+        if func is functional.cross_entropy and mesh_of_body() is None:
             bound = _SIGNATURE.bind(*args, **kwargs)
             bound.apply_defaults()
             logits = bound.arguments["input"]

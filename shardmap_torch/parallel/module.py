@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardmap_torch.boundary.placements import placements_of
-from shardmap_torch.checker.api import stand_ins
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError, show
@@ -153,7 +152,7 @@ class _ParallelCall:
         def check(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
             return mapped._shardmap_verdict(values, {}, strictness)  # type: ignore[attr-defined]
 
-        return self._with_specs(check, *stand_ins((args, kwargs)))
+        return self._with_specs(check, args, kwargs)
 
     def _with_specs(
         self,
@@ -161,8 +160,6 @@ class _ParallelCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if self._mesh.kind == "abstract":
-            args, kwargs = stand_ins((args, kwargs))
         specs = self._inputs.specs(args, kwargs)
         try:
             return self._use(use, specs, args, kwargs)

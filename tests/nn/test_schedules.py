@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardmap_torch import LayerError
 from shardmap_torch.nn import gpipe_schedule, one_forward_one_backward_schedule
-from shardmap_torch.nn.schedules import check_schedule, num_saved
+from shardmap_torch.nn.pipeline import check_schedule, num_saved
 
 
 @given(num_ranks=st.integers(1, 5), num_microbatches=st.integers(1, 7))

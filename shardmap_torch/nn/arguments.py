@@ -5,13 +5,17 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.errors import LayerError
-from shardmap_torch.ops import convert
-from shardmap_torch.ops.arguments import Axis, read_axes, shown
+from shardmap_torch.ops import axis_size, convert
+from shardmap_torch.ops.arguments import Axis, finest, shown
 from shardmap_torch.types import AxisType, I, R, TypeLike, V, as_type
 
 X = TypeVar("X")
+
+
+def axes_of(axis: Axis) -> tuple[str, ...]:
+    """Reads one axis or several as a tuple."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def read_layout(name: str, word: str, value: TypeLike, allowed: Sequence[str]) -> AxisType:
@@ -73,29 +77,18 @@ def num_rows(name: str, weight: Tensor, what: str) -> int:
     return weight.shape[0]
 
 
-def backend_of(name: str, axis: Axis) -> Backend:
-    """Returns what runs a body that has an axis."""
-    return read_axes(name, axis)[1].backend
-
-
-def num_ranks(name: str, axis: Axis) -> int:
-    """Returns the number of ranks along an axis, in a body."""
-    axes, scope = read_axes(name, axis)
-    return scope.backend.mesh.num_ranks(axes)
-
-
 def check_shards(name: str, what: str, size: int, axis: Axis) -> int:
     """Divides a size over the ranks of an axis.
 
     Raises:
         LayerError: it does not divide.
     """
-    axes, scope = read_axes(name, axis)
-    count = scope.backend.mesh.num_ranks(axes)
+    count = axis_size(axis)
     if size % count:
+        axes = shown(finest(axes_of(axis)))
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise LayerError(
-            f"{name}: {size} {what} do not divide over the {count} ranks of {shown(axes)} "
+            f"{name}: {size} {what} do not divide over the {count} ranks of {axes} "
             f"({size} = {size // count}*{count} + {size % count}). Use a number of ranks that "
             f"divides {size}: one of {divisors}."
         )

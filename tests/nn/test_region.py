@@ -17,7 +17,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from shardmap_torch.nn.core.region import per_rank, region_types
+from shardmap_torch.nn.region import per_rank, region_types
 
 
 def test_letters_carry_the_other_axes_from_arguments_to_results() -> None:

@@ -12,10 +12,9 @@ from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter.modes import current_interpreter
-from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.region import local_region, note_region
-from shardmap_torch.core.tree import flatten
+from shardmap_torch.checker.region import local_region
+from shardmap_torch.checker.queries import call_region
+from shardmap_torch.nn.arguments import axes_of
 from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.spec import Entry, P
 
@@ -42,17 +41,7 @@ class PerRank:
 
     def __call__(self, *args: Tensor) -> Any:
         """Calls the function, under the checker as a region."""
-        interpreter = current_interpreter()
-        if interpreter is None:
-            return self.function(*args)
-        observer = interpreter.observer
-        # Not under global strictness, or computed again in a backward: layouts are unknown.
-        if observer is UNOBSERVED or observer.is_ignored:
-            out = self.function(*args)
-            note_region(interpreter, self.function.__name__, args, flatten(out)[0])
-            return out
-        layouts = [observer.spec_of(interpreter.fakify(x)) or P() for x in args]
-        return self.typed(*layouts, ranks=[x.ndim for x in args])(*args)
+        return call_region(self.function, self.types, *args)
 
     def typed(self, *layouts: P, ranks: Sequence[int]) -> Callable[..., Any]:
         """Declares the region for arguments of these layouts and numbers of dimensions."""
@@ -135,11 +124,6 @@ def _letters(term: str, rank: int) -> Iterator[str]:
     if term.startswith(_BATCH):
         yield from (f"batch {at}" for at in range(rank - _num_named(term)))
     yield from term.removeprefix(_BATCH)
-
-
-def axes_of(axis: Axis) -> tuple[str, ...]:
-    """Reads one axis or several as a tuple."""
-    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _entry(axis: Axis) -> Entry:
