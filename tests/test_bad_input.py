@@ -180,7 +180,7 @@ EXPLAINED: list[tuple[Callable[[], Any], str]] = [
     (lambda: lax.pcast(X, "a", "b"), "pcast: too many positional arguments."),  # type: ignore[call-arg]
     (lambda: lax.cond(True, torch.mv, print, X, X), "torch refuses pred=True, true_fun="),
     (lambda: saving.latest("a" * 300), "aaa' is too long for a file name"),
-    (lambda: random.positions("ab"), "positions: shape='ab' is no Sequence[int]."),  # type: ignore[arg-type]
+    (lambda: random.iota("ab"), "iota: shape='ab' is no Sequence[int]."),  # type: ignore[arg-type]
     (lambda: nn.head_tail_order(2**70, 2), "torch refuses length=1180591620717411303424"),
     (lambda: nn.grouped_linear({"w": X}, X, X), "grouped_linear: rows={'w': tensor"),  # type: ignore[arg-type]
 ]

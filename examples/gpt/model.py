@@ -204,7 +204,7 @@ def gathered(shards: Params, lies: Params, parallel: Parallel) -> Params:
     specs = optree.tree_leaves(lies)
     for axis in ("dp", "edp"):
         mine = {at: spec for at, spec in enumerate(specs) if axis in spec.mentioned}
-        for at, leaf in nn.fsdp_gather({at: leaves[at] for at in mine}, axis, mine).items():
+        for at, leaf in nn.fsdp_gather({at: leaves[at] for at in mine}, mine, axis).items():
             leaves[at] = leaf
     return optree.tree_unflatten(structure, leaves)
 

@@ -18,4 +18,4 @@ def make_optimizer(
     lies, moments = model.specs(config), model.moment_specs(config)
     decays = optree.tree_map_with_path(lambda path, _: not path[-1].endswith("norm"), lies)
     plain = adamw(rate, betas=(0.9, 0.98), weight_decay=0.1, decays=decays)
-    return zero(plain, config.parallel.pending, lies, moments, max_norm=max_norm)
+    return zero(plain, lies, moments, config.parallel.pending, max_norm=max_norm)

@@ -26,8 +26,8 @@ Batches: TypeAlias = Iterable[Tensor]
 def make_optimizer(mesh: Mesh, config: Config, params: Params, rate: float) -> Optimizer:
     """AdamW whose moments are sharded over "dp" too (ZeRO); it sums and clips gradients."""
     lies = model.specs(config)
-    shards = shard_over(lies, params, "dp", mesh)
-    return zero(adamw(rate, weight_decay=0.0), "dp", lies, shards, max_norm=MAX_NORM)
+    shards = shard_over(params, lies, "dp", mesh)
+    return zero(adamw(rate, weight_decay=0.0), lies, shards, "dp", max_norm=MAX_NORM)
 
 
 def initial(mesh: Mesh, config: Config, params: Params, optimizer: Optimizer) -> State:

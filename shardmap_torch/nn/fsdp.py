@@ -24,7 +24,7 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
-def fsdp_gather(params: X, axis: str, specs: Any) -> X:
+def fsdp_gather(params: X, specs: Any, axis: str) -> X:
     """Gathers the shards of parameters over a data axis, in flat buffers.
 
     Issues one all-gather for each dtype and set of other axes that shard them. Gradients are
@@ -39,9 +39,9 @@ def fsdp_gather(params: X, axis: str, specs: Any) -> X:
 
     Args:
         params: a pytree of shards, as of one layer.
-        axis: the data axis.
         specs: a pytree prefix of `params` with a `P` for each: the specs by which they entered. In
             an entry of several axes `axis` must come last, as in ("tp", "fsdp").
+        axis: the data axis.
 
     Raises:
         LayerError: a leaf without a spec, or one in whose entry `axis` is not the last.
@@ -55,17 +55,19 @@ def fsdp_gather(params: X, axis: str, specs: Any) -> X:
         >>> specs = {"w": P("dp"), "b": P()}
         >>> @shard_map(mesh=mesh, in_specs=(specs, P("dp")), out_specs=P("dp"))
         ... def layer(params, x):
-        ...     params = fsdp_gather(params, "dp", specs)
+        ...     params = fsdp_gather(params, specs, "dp")
         ...     return x @ params["w"] + params["b"]
         >>> layer({"w": torch.eye(2), "b": torch.ones(2)}, torch.zeros(2, 2))
         tensor([[1., 1.],
                 [1., 1.]])
     """
+    if isinstance(specs, str):
+        raise LayerError("fsdp_gather takes the axis last: fsdp_gather(params, specs, axis).")
     result: X = _gather_planned(_plan(params, axis, specs), axis)
     return result
 
 
-def fsdp_layer(function: Callable[..., Y], params: Any, *args: Any, axis: str, specs: Any) -> Y:
+def fsdp_layer(function: Callable[..., Y], params: Any, *args: Any, specs: Any, axis: str) -> Y:
     """Calls `function(gathered params, *args)`, and saves only shards and arguments for backward.
 
     The backward gathers the parameters again and recomputes the layer: between forward and backward
@@ -78,8 +80,8 @@ def fsdp_layer(function: Callable[..., Y], params: Any, *args: Any, axis: str, s
         function: of gathered parameters and `args`.
         params: a pytree of shards.
         *args: of the function.
-        axis: as in `fsdp_gather`.
         specs: as in `fsdp_gather`.
+        axis: as in `fsdp_gather`.
 
     Raises:
         LayerError: as `fsdp_gather`.
@@ -92,14 +94,14 @@ def fsdp_layer(function: Callable[..., Y], params: Any, *args: Any, axis: str, s
         >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
         >>> @shard_map(mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp"))
         ... def layer(w, x):
-        ...     return fsdp_layer(lambda w, x: x @ w, w, x, axis="dp", specs=P("dp"))
+        ...     return fsdp_layer(lambda w, x: x @ w, w, x, specs=P("dp"), axis="dp")
         >>> layer(torch.eye(2), torch.ones(2, 2))
         tensor([[1., 1.],
                 [1., 1.]])
     """
 
     def run(shards: Any, *args: Any) -> Y:
-        return function(fsdp_gather(shards, axis, specs), *args)
+        return function(fsdp_gather(shards, specs, axis), *args)
 
     return checkpoint(run, params, *args)
 
@@ -109,8 +111,8 @@ def fsdp_layers(
     layers: Sequence[Any],
     x: Tensor,
     *args: Any,
-    axis: str,
     specs: Any,
+    axis: str,
 ) -> Tensor:
     """Calls `x = function(gathered params, x, *args)` for each layer; gathers the next one early.
 
@@ -129,8 +131,8 @@ def fsdp_layers(
         layers: a pytree of shards for each layer.
         x: the input of the first layer.
         *args: of every layer, as positions.
-        axis: as in `fsdp_gather`.
         specs: of one layer, as in `fsdp_gather`.
+        axis: as in `fsdp_gather`.
 
     Raises:
         LayerError: as `fsdp_gather`.
@@ -142,7 +144,7 @@ def fsdp_layers(
         >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
         >>> @shard_map(mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp"))
         ... def model(layers, x):
-        ...     return fsdp_layers(lambda w, x: x @ w, layers, x, axis="dp", specs=P("dp"))
+        ...     return fsdp_layers(lambda w, x: x @ w, layers, x, specs=P("dp"), axis="dp")
         >>> model([2 * torch.eye(2), torch.eye(2)], torch.ones(2, 2))
         tensor([[2., 2.],
                 [2., 2.]])

@@ -213,7 +213,7 @@ def dropless_moe(
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> from shardmap_torch.nn import grouped_linear
         >>> mesh = make_mesh((2,), ("ep",), kind="simulated")
-        >>> linear = lambda weights, rows, sizes: grouped_linear(rows, weights, sizes)
+        >>> linear = lambda weight, rows, sizes: grouped_linear(rows, weight, sizes)
         >>> f = lambda x, r, e: dropless_moe(x, r, e, "ep", expert=linear, num_selected=1)
         >>> specs = P("ep"), P(), P("ep")
         >>> g = shard_map(f, mesh=mesh, in_specs=specs, out_specs=(P("ep"), P()))
@@ -281,18 +281,18 @@ def _exchanged(
 
 
 def grouped_linear(
-    rows: Tensor, weights: Tensor, sizes: Tensor, bias: Tensor | None = None
+    rows: Tensor, weight: Tensor, sizes: Tensor, *, bias: Tensor | None = None
 ) -> Tensor:
     """Applies the linear layer of expert g to the next `sizes[g]` rows.
 
     Rows behind all groups cost nothing and become zeros, and their gradient is zero.
 
-    Shape: rows [r, d], weights [g, d, f], integers sizes [g], bias [g, f] give [r, f]. Types: those
+    Shape: rows [r, d], weight [g, d, f], integers sizes [g], bias [g, f] give [r, f]. Types: those
     of a matmul. Sends nothing. The sizes are read by Python, so that a GPU is waited for.
 
     Args:
         rows: sorted by expert.
-        weights: one matrix per expert.
+        weight: one matrix per expert.
         sizes: number of rows of each expert.
         bias: one row per expert.
 
@@ -303,20 +303,20 @@ def grouped_linear(
 
     Example:
         >>> import torch
-        >>> weights, sizes = torch.tensor([[[10.0]], [[100.0]]]), torch.tensor([1, 2])
-        >>> grouped_linear(torch.arange(1.0, 5.0).unsqueeze(1), weights, sizes).squeeze()
+        >>> weight, sizes = torch.tensor([[[10.0]], [[100.0]]]), torch.tensor([1, 2])
+        >>> grouped_linear(torch.arange(1.0, 5.0).unsqueeze(1), weight, sizes).squeeze()
         tensor([ 10., 200., 300.,   0.])
     """
-    num_experts = weights.shape[0] if weights.ndim == 3 else -1
-    wrong_rows = rows.ndim != 2 or rows.shape[1:] != weights.shape[1:2]
-    wrong_bias = bias is not None and bias.shape != (num_experts, *weights.shape[2:])
+    num_experts = weight.shape[0] if weight.ndim == 3 else -1
+    wrong_rows = rows.ndim != 2 or rows.shape[1:] != weight.shape[1:2]
+    wrong_bias = bias is not None and bias.shape != (num_experts, *weight.shape[2:])
     if wrong_rows or wrong_bias or sizes.shape != (num_experts,):
-        shapes = [None if x is None else list(x.shape) for x in (rows, weights, sizes, bias)]
+        shapes = [None if x is None else list(x.shape) for x in (rows, weight, sizes, bias)]
         raise LayerError(
-            "grouped_linear takes rows [r, d], weights [g, d, f], sizes [g] and bias [g, f] or "
+            "grouped_linear takes rows [r, d], weight [g, d, f], sizes [g] and bias [g, f] or "
             f"None, not {', '.join(map(str, shapes))}."
         )
-    product = grouped_product(rows, weights, sizes)
+    product = grouped_product(rows, weight, sizes)
     if bias is None:
         return product
     # A bias is a weight of a feature that is always 1; rows behind all groups get none.

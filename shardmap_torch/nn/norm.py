@@ -64,9 +64,9 @@ def rms_norm(
 def layer_norm(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
     axis: Axis | None = None,
     *,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
     weight_type: TypeLike = I,
 ) -> Tensor:
@@ -78,8 +78,8 @@ def layer_norm(
     Args:
         x: activations, with all features of each position.
         weight: the scale of each feature.
-        bias: added to each feature.
         axis: over which positions are sharded; None where every rank has all of x.
+        bias: added to each feature.
         eps: added to the variance.
         weight_type: type of weight and bias over `axis`, as in `rms_norm`.
 
@@ -93,7 +93,7 @@ def layer_norm(
         >>> import torch
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
-        >>> f = lambda x, w: layer_norm(x, w, axis="tp")
+        >>> f = lambda x, w: layer_norm(x, w, "tp")
         >>> g = shard_map(f, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P("tp"))
         >>> g(torch.tensor([[1.0, 3.0], [9.0, 5.0]]), torch.ones(2)).round()
         tensor([[-1.,  1.],

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
-from shardmap_torch.checker.region import local_region
 from shardmap_torch.checker.queries import call_region
+from shardmap_torch.checker.region import local_region
 from shardmap_torch.nn.arguments import axes_of
 from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.spec import Entry, P

@@ -29,7 +29,7 @@ from shardmap_torch.optim.sync import gather_params, shard_params, sync_gradient
 from shardmap_torch.spec import P, sharded_by
 
 
-def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
+def shard_over(params: Tree, specs: Tree, axis: Axis, mesh: Mesh) -> Tree:
     """Makes specs that shard every parameter over `axis` too, along its largest divisible dim.
 
     That is the largest dim that divides evenly over the axes that shard it already and `axis`;
@@ -37,8 +37,8 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
     ZeRO's shards (`zero`), and for FSDP, whose parameters are sharded so between steps.
 
     Args:
-        specs: pytree prefix of the specs of the parameters.
         params: pytree of the global parameters, or of `ShapeDtype`.
+        specs: pytree prefix of their specs.
         axis: the axis or axes to shard over, which no spec mentions.
         mesh: gives the sizes of the axes.
 
@@ -56,7 +56,8 @@ def shard_over(specs: Tree, params: Tree, axis: Axis, mesh: Mesh) -> Tree:
         >>> from shardmap_torch.optim import shard_over
         >>> mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
         >>> params = {"w": torch.ones(8, 4), "v": torch.ones(4, 4), "scale": torch.ones(3)}
-        >>> shard_over({"w": P(None, "tp"), "v": P("tp"), "scale": P()}, params, "dp", mesh)
+        >>> specs = {"w": P(None, "tp"), "v": P("tp"), "scale": P()}
+        >>> shard_over(params, specs, "dp", mesh)
         {'w': P('dp', 'tp'), 'v': P('tp', 'dp'), 'scale': P()}
     """
     axes = read_names(axis)
@@ -99,9 +100,9 @@ def _sharded(spec: P, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapp
 
 def zero(
     optimizer: Optimizer,
-    axis: Axis,
     specs: Tree,
     shards: Tree,
+    axis: Axis,
     *,
     max_norm: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -119,9 +120,9 @@ def zero(
 
     Args:
         optimizer: updates every entry by itself, as `adamw` and `sgd` do.
-        axis: over which gradients are pending; shards are over one or more of these axes.
         specs: pytree prefix of the specs of the parameters.
-        shards: the specs of the shards, as `shard_over(specs, params, axis, mesh)` gives them.
+        shards: the specs of the shards, as `shard_over(params, specs, axis, mesh)` gives them.
+        axis: over which gradients are pending; shards are over one or more of these axes.
         max_norm: clips gradients by their global norm, after they are summed.
         bucket_bytes: the largest buffer of gradients, and of shards; see `sync_gradients`.
         comm_dtype: dtype in which gradients are sent and added.
@@ -135,7 +136,7 @@ def zero(
         >>> from shardmap_torch.optim import sgd, shard_over, zero
         >>> mesh, params = make_mesh((2,), ("dp",), kind="simulated"), {"w": torch.ones(4)}
         >>> specs = {"w": P()}
-        >>> optimizer = zero(sgd(0.1), "dp", specs, shard_over(specs, params, "dp", mesh))
+        >>> optimizer = zero(sgd(0.1), specs, shard_over(params, specs, "dp", mesh), "dp")
         >>> both = (specs, optimizer.specs(specs))
         >>> @shard_map(mesh=mesh, in_specs=(*both, P("dp")), out_specs=both, check="global")
         ... def step(params, state, x):
@@ -144,6 +145,8 @@ def zero(
         >>> step(params, optimizer.init(params), torch.ones(2, 4))[0]
         {'w': tensor([0.8000, 0.8000, 0.8000, 0.8000])}
     """
+    if isinstance(specs, str):
+        raise SpecError("zero takes the axis last: zero(optimizer, specs, shards, axis).")
     return _Zero(optimizer, axis, specs, shards, max_norm, bucket_bytes, comm_dtype)
 
 

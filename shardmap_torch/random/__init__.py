@@ -9,10 +9,8 @@ Source: `jax.random`, with partitionable Threefry; keys, bits and uniform number
 
 from shardmap_torch.contracts import export
 from shardmap_torch.errors import SpecError
-from shardmap_torch.random.draws import bernoulli, bits, normal, randint, uniform
-from shardmap_torch.random.dropout import dropout
+from shardmap_torch.random.draws import bernoulli, bits, dropout, iota, normal, randint, uniform
 from shardmap_torch.random.keys import Key, fold_axis, fold_in, key, split
-from shardmap_torch.random.positions import positions
 
 __all__ = [
     "Key",
@@ -21,9 +19,9 @@ __all__ = [
     "dropout",
     "fold_axis",
     "fold_in",
+    "iota",
     "key",
     "normal",
-    "positions",
     "randint",
     "split",
     "uniform",

@@ -166,7 +166,7 @@ def test_a_compiled_step_that_is_wrong_or_cannot_be_compiled_is_refused(
 
 def optimizer() -> Optimizer:
     decays = {"w1": True, "w2": True, "scale": False}
-    return zero(adamw(0.1, decays=decays, weight_decay=0.1), "dp", SPECS, SPECS, max_norm=1.0)
+    return zero(adamw(0.1, decays=decays, weight_decay=0.1), SPECS, SPECS, "dp", max_norm=1.0)
 
 
 def summed(p: Params, x: Tensor) -> Tensor:

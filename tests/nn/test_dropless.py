@@ -35,7 +35,7 @@ SPECS = BATCH, P(), P("tp"), P("tp"), P("tp")
 
 
 def mlp(experts: dict[str, Tensor], rows: Tensor, sizes: Tensor) -> Tensor:
-    hidden = torch.tanh(grouped_linear(rows, experts["up"], sizes, experts["bias"]))
+    hidden = torch.tanh(grouped_linear(rows, experts["up"], sizes, bias=experts["bias"]))
     return grouped_linear(hidden, experts["down"], sizes)
 
 
@@ -167,7 +167,7 @@ def test_a_grouped_layer_has_first_and_second_derivatives() -> None:
     sizes = torch.tensor([2, 0, 1])
 
     def f(rows: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
-        return grouped_linear(rows, weights, sizes, bias)
+        return grouped_linear(rows, weights, sizes, bias=bias)
 
     leaves = [x.requires_grad_() for x in (rows, weights, bias)]
     assert torch.autograd.gradcheck(f, leaves)

@@ -37,7 +37,7 @@ def one_device(x: Tensor, *params: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, *params: Tensor) -> Tensor:
-    return mlp(fsdp_gather(dict(zip(SPECS, params, strict=True)), "tp", SPECS), x)
+    return mlp(fsdp_gather(dict(zip(SPECS, params, strict=True)), SPECS, "tp"), x)
 
 
 def layer(x: Tensor, *params: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ BOTH = {"up": P(None, ("tp", "dp")), "bias": P(("tp", "dp")), "down": P("tp", "d
 
 def with_tensor_parallelism(x: Tensor, *params: Tensor) -> Tensor:
     """Over "dp" gathered, over "tp" used as columns and rows."""
-    own = fsdp_gather(dict(zip(BOTH, params, strict=True)), "dp", BOTH)
+    own = fsdp_gather(dict(zip(BOTH, params, strict=True)), BOTH, "dp")
     h = torch.tanh(column_linear(x, own["up"], "tp", bias=own["bias"]))
     return row_linear(h, own["down"], "tp")
 
@@ -139,7 +139,7 @@ def test_each_dtype_has_a_buffer_of_its_own() -> None:
     mesh = make_mesh((2,), ("tp",), kind="simulated")
 
     def body(tree: Any) -> Any:
-        gathered = fsdp_gather(tree, "tp", P("tp"))
+        gathered = fsdp_gather(tree, P("tp"), "tp")
         return [redistribute(x, "tp", src="R", dst=I) for x in gathered]
 
     tree = [random(4, 3), random(2).float(), integers(9, 4), random(2)]
@@ -155,7 +155,7 @@ def test_what_is_equal_over_another_axis_stays_so_beside_what_is_not() -> None:
     out = {"w": P(None, "tp"), "scale": P()}
 
     def body(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return redistribute(fsdp_gather(params, "dp", specs), "dp", src=R, dst=I)
+        return redistribute(fsdp_gather(params, specs, "dp"), "dp", src=R, dst=I)
 
     params = {"w": torch.arange(16.0).reshape(4, 4), "scale": torch.arange(4.0)}
     for check in ("local", "global"):
@@ -167,7 +167,7 @@ def test_specs_that_do_not_match_are_refused_all_at_once() -> None:
     params = {"a": random(4), "b": [random(4)], "c": random(4)}
     specs = {"a": P(("tp", "dp")), "b": P("dp"), "c": None}
     with pytest.raises(LayerError) as error:
-        fsdp_gather(params, "tp", specs)
+        fsdp_gather(params, specs, "tp")
     assert str(error.value) == (
         "fsdp_gather over 'tp': the specs do not match:\n"
         "  params['a']: P(('tp', 'dp')) shards by 'tp' from the outside; gathered alone it must be "

@@ -37,7 +37,7 @@ def rms_one_device(x: Tensor, w: Tensor) -> Tensor:
 
 
 def layer(x: Tensor, w: Tensor, b: Tensor, axis: str | None) -> Tensor:
-    return layer_norm(x, over_dp(w), over_dp(b), axis)
+    return layer_norm(x, over_dp(w), axis, bias=over_dp(b))
 
 
 def layer_one_device(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

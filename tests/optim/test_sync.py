@@ -41,7 +41,7 @@ BARE = {name: P(*spec.entries) for name, spec in SPECS.items()}
 
 
 def shards(mesh: Mesh) -> dict[str, P]:
-    sharded: dict[str, P] = shard_over(BARE, params(), "dp", mesh)
+    sharded: dict[str, P] = shard_over(params(), BARE, "dp", mesh)
     return sharded
 
 
@@ -222,7 +222,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "  grads['w']: is scattered over 'cp', which axis= does not name",
     ),
     "shard_over": (
-        lambda: shard_over({"w": P("dp")}, X, "dp", make_mesh((2,), ("dp",), kind="abstract")),
+        lambda: shard_over(X, {"w": P("dp")}, "dp", make_mesh((2,), ("dp",), kind="abstract")),
         "shard_over 'dp':\n  params['w']: P('dp') mentions 'dp'",
     ),
 }

@@ -26,8 +26,8 @@ MAX_NORM = 0.5
 
 
 def sharded(mesh: Mesh, optimizer: Optimizer, max_norm: float | None = None) -> Optimizer:
-    shards = shard_over(BARE, params(), "dp", mesh)
-    return zero(optimizer, "dp", SPECS, shards, max_norm=max_norm)
+    shards = shard_over(params(), BARE, "dp", mesh)
+    return zero(optimizer, SPECS, shards, "dp", max_norm=max_norm)
 
 
 def equals_torch(mesh: Mesh) -> None:
@@ -82,19 +82,19 @@ def test_parameters_are_sharded_along_the_dim_that_divides_best(
     spec: P, shape: tuple[int, ...], expected: P
 ) -> None:
     mesh = make_mesh(MESH, AXES, kind="abstract")
-    assert shard_over(spec, torch.empty(shape), "dp", mesh) == expected
+    assert shard_over(torch.empty(shape), spec, "dp", mesh) == expected
 
 
 def test_several_axes_shard_together() -> None:
     mesh = make_mesh(MESH, AXES, kind="abstract")
-    assert shard_over(P(), torch.empty(4, 4), ("dp", "tp"), mesh) == P(("dp", "tp"))
+    assert shard_over(torch.empty(4, 4), P(), ("dp", "tp"), mesh) == P(("dp", "tp"))
 
 
 def test_the_bytes_are_those_of_an_all_reduce() -> None:
     """Reduce-scatter and all-gather of n bytes over 2 ranks send n/2 each."""
     mesh = make_mesh((2,), ("dp",), kind="abstract")
     specs, weights = {"a": P(), "b": P()}, {"a": torch.ones(4, 4), "b": torch.ones(8)}
-    optimizer = zero(sgd(0.1), "dp", specs, shard_over(specs, weights, "dp", mesh))
+    optimizer = zero(sgd(0.1), specs, shard_over(weights, specs, "dp", mesh), "dp")
     pending = {name: P(partial={"dp"}) for name in specs}
     state = optimizer.init(weights)
 

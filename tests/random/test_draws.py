@@ -64,7 +64,7 @@ def test_distributions(dtype: torch.dtype, seed: int) -> None:
     assert abs((normal[1:] * normal[:-1]).mean().item()) < 4 / math.sqrt(COUNT)
     kept = random.bernoulli(key, 0.3, (COUNT,)).double().mean().item()
     assert abs(kept - 0.3) < 4 * math.sqrt(0.3 * 0.7 / COUNT)
-    counts = random.randint(key, -2, 8, (COUNT,)).add(2).bincount(minlength=10)
+    counts = random.randint(key, (COUNT,), low=-2, high=8).add(2).bincount(minlength=10)
     assert counts.numel() == 10
     chi = ((counts - COUNT / 10).square() / (COUNT / 10)).sum().item()
     assert chi < 27.9  # 9 degrees of freedom, probability 0.001
@@ -118,7 +118,7 @@ def test_wrong_arguments_are_refused() -> None:
         "Random numbers are drawn in a real floating dtype, not in torch.int64."
     )
     with pytest.raises(ShardMapError) as error:
-        random.randint(random.key(0), 3, 3)
+        random.randint(random.key(0), low=3, high=3)
     assert str(error.value) == "random.randint draws from low to high - 1, and 3 >= 3."
 
 

@@ -284,7 +284,7 @@ def test_reports_name_the_positions_and_one_equation_draws() -> None:
         in_specs=P(),
         out_specs=P("dp", "tp"),
     )
-    assert "local_region random.positions" in explain(f, KEY)
+    assert "local_region random.iota" in explain(f, KEY)
     equations = [e.name for e in check_program(f, KEY).equations]
     assert equations.count("threefry") == 1
     assert len(equations) < 40
@@ -295,6 +295,6 @@ def test_the_promise_of_the_region_holds() -> None:
     mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="ranks")
     for spec in (P("dp", "tp"), P(("tp", "dp")), P("tp", "dp")):
         mapped = shard_map(
-            partial(random.positions, (8, 16), spec), mesh=mesh, in_specs=(), out_specs=spec
+            partial(random.iota, (8, 16), spec), mesh=mesh, in_specs=(), out_specs=spec
         )
         assert torch.equal(mapped(), torch.arange(128).reshape(8, 16))

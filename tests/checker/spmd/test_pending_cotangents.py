@@ -53,7 +53,7 @@ def gathered(w: Tensor, x: Tensor) -> Tensor:
 
 
 def in_a_buffer(w: Tensor, x: Tensor) -> Tensor:
-    used, pull = vjp(lambda w: 2 * fsdp_gather(w, "dp", P("dp")), w)
+    used, pull = vjp(lambda w: 2 * fsdp_gather(w, P("dp"), "dp"), w)
     gradient: Tensor = pull(pending(used, x))[0]
     return gradient
 

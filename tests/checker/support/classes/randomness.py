@@ -160,7 +160,7 @@ ON_SHARDS: Final[Mapping[str, Keyed]] = {
     "bernoulli": lambda key, x, spec: torch.where(
         keyed.bernoulli(key, 0.4, GLOBAL, spec=spec), x, -x
     ),
-    "randint": lambda key, x, spec: x + keyed.randint(key, 0, 9, GLOBAL, spec=spec),
+    "randint": lambda key, x, spec: x + keyed.randint(key, GLOBAL, high=9, spec=spec),
     "sin": lambda key, x, spec: x.sin(),
     "without the spec": lambda key, x, spec: keyed.dropout(key, x, 0.3),
     "shared": lambda key, x, spec: x * keyed.uniform(key, (1, 1), dtype=x.dtype),
