@@ -216,10 +216,11 @@ def test_the_rule_of_the_grouped_product_is_that_of_its_numbers() -> None:
 def test_shapes_of_a_grouped_layer_that_do_not_match_are_refused(
     shapes: tuple[tuple[int, ...], ...], text: str
 ) -> None:
+    rows, weight, sizes, *bias = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(LayerError) as caught:
-        grouped_linear(*(torch.zeros(shape) for shape in shapes))
+        grouped_linear(rows, weight, sizes, bias=bias[0] if bias else None)
     assert str(caught.value) == (
-        "grouped_linear takes rows [r, d], weights [g, d, f], sizes [g] and bias [g, f] or None, "
+        "grouped_linear takes rows [r, d], weight [g, d, f], sizes [g] and bias [g, f] or None, "
         f"not {text}."
     )
 
