@@ -18,7 +18,7 @@ from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.backends.traffic import TALLIES, pass_door
 from shardmap_torch.collectives.operations import Collective, Planned
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.control.deadlock import RankGroup
+from shardmap_torch.control.board import RankGroup
 from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
 from shardmap_torch.core.caching import Memo, constant, lazy

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.control.board import Board
-from shardmap_torch.control.deadlock import CHECK, RankGroup, Status, lacks
+from shardmap_torch.control.board import CHECK, Board, RankGroup, Status, lacks
 from shardmap_torch.control.exchange import Comparison, Exchange
-from shardmap_torch.control.history import History
 from shardmap_torch.control.messages import (
     describe_error,
     describe_ranks,
@@ -28,9 +26,8 @@ from shardmap_torch.control.messages import (
     ranks_text,
     shorten,
 )
-from shardmap_torch.control.progress import Progress
-from shardmap_torch.control.recorder import LENGTH, Recorder, dump_folder
-from shardmap_torch.control.waiting import StuckError, Waiting
+from shardmap_torch.control.recorder import LENGTH, FlightRecorder, History, usable_folder
+from shardmap_torch.control.waiting import Progress, StuckError, Waiting
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
@@ -65,7 +62,7 @@ class Control:
         """Connects the ranks, so every rank must do so."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = timeout
-        self.recorder = Recorder()
+        self.recorder = FlightRecorder()
         self.in_call = False
         self._history = History(self.recorder)
         self._progress = Progress(self.recorder, self._history)
@@ -268,13 +265,14 @@ class Control:
         why, site = shorten(str(error)), call_site()
         if site is not None:
             what += f", at {site.place},"
-        text = f"{what} failed on rank {self.rank}: {why}\n" + "\n".join(
-            [
-                *self._described(statuses, missing),
-                f"The last collectives of each rank are in {dump_folder()}; compare them by "
-                f"`python -m shardmap_torch.postmortem {dump_folder()}`.",
-            ]
-        )
+        lines = [f"{what} failed on rank {self.rank}: {why}", *self._described(statuses, missing)]
+        folder = usable_folder()
+        if folder is not None:
+            lines.append(
+                f"The last collectives of each rank are in {folder}; compare them by "
+                f"`python -m shardmap_torch.postmortem {folder}`."
+            )
+        text = "\n".join(lines)
         disagree = isinstance(error, StuckError) and error.is_disagreement
         self._break(f"{what} failed on rank {self.rank}.", text, disagree)
         kind = CollectiveMismatchError if disagree else CommunicationError

@@ -11,6 +11,7 @@ and the largest number of all ranks.
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,7 @@ class Exchange:
         self.sources = [(rank - step) % size for step in steps]
         self._out: list[socket.socket] = []
         self._in: list[socket.socket] = []
+        self._polls: list[Any] = []
         try:
             self._connect(store, key, rank, timeout)
         except OSError as error:
@@ -74,7 +76,9 @@ class Exchange:
                 link.sendall(bytes.fromhex(secret) + bytes([number]))
             self._in = _accepted(listener, token, len(self.sources), end)
         for link in (*self._out, *self._in):
+            link.settimeout(None)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._polls = [_poll_of(link) for link in self._in]
         for link in self._out:
             link.setblocking(False)  # a rank is at most one comparison ahead: buffers have space
         with suppress(RuntimeError, NotImplementedError):  # every rank that needs it has read it
@@ -95,24 +99,23 @@ class Exchange:
         except OSError as error:
             raise RuntimeError(f"sending to rank {self._targets[turn]}: {error}") from error
 
-    def receive(self, turn: int, so_far: bytes, seconds: float) -> bytes:
+    def receive(self, turn: int, so_far: bytes, seconds: float) -> bytes | None:
         """Receives a message of a round, of which `so_far` has come.
 
         Returns:
-            The message, or a part of it.
+            The message, or a part of it; None where nothing came in time.
 
         Raises:
-            TimeoutError: nothing came in time.
             RuntimeError: the connection is closed.
         """
-        link = self._in[turn]
-        if link.gettimeout() != seconds:
-            link.settimeout(seconds)
         try:
-            got = link.recv(_MESSAGE.size - len(so_far))
-        except TimeoutError:
-            raise
+            # Not by a timeout of the socket: its error may also be that of a signal handler.
+            if not self._polls[turn].poll(seconds * 1e3):
+                return None
+            got = self._in[turn].recv(_MESSAGE.size - len(so_far))
         except OSError as error:
+            if error.errno is None:  # the handler's
+                raise
             raise RuntimeError(f"receiving from rank {self.sources[turn]}: {error}") from error
         if not got:
             raise RuntimeError(f"rank {self.sources[turn]} has closed its connection")
@@ -144,23 +147,32 @@ class Comparison:
         """
         if self._error is not None:
             raise self._error
-        exchange, seconds = self._exchange, patience.total_seconds()
+        while self._turn < len(self._exchange.sources):
+            self._hear(patience.total_seconds())
+        self._is_completed = True
+
+    def _hear(self, seconds: float) -> None:
+        """Waits for a message of this round for so long, or until the timeout.
+
+        Raises:
+            RuntimeError: nothing came, or as `wait`.
+        """
         if self._end:
             seconds = min(seconds, _until(self._end))
         try:
-            while self._turn < len(exchange.sources):
-                self._got = exchange.receive(self._turn, self._got, seconds)
-                if len(self._got) == _MESSAGE.size:
-                    self._take(self._got)
-        except TimeoutError:
-            now, late = monotonic(), RuntimeError(f"not all ranks have come within {self._timeout}")
-            self._end = self._end or now - seconds + self._timeout.total_seconds()
-            if now >= self._end:
-                self._fail(late)
-            raise late from None
+            got = self._exchange.receive(self._turn, self._got, seconds)
+            if got is not None:
+                self._got = got
+                if len(got) == _MESSAGE.size:
+                    self._take(got)
+                return
         except RuntimeError as error:
             self._fail(error)
-        self._is_completed = True
+        now, late = monotonic(), RuntimeError(f"not all ranks have come within {self._timeout}")
+        self._end = self._end or now - seconds + self._timeout.total_seconds()
+        if now >= self._end:
+            self._fail(late)
+        raise late
 
     def _take(self, got: bytes) -> None:
         """Adds what another rank knows, and goes on to the next round."""
@@ -254,3 +266,10 @@ def _of_interface(name: str) -> Iterator[str]:
 
         request = struct.pack("256s", name.encode()[:15])
         yield socket.inet_ntoa(ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def _poll_of(link: socket.socket) -> Any:
+    """Returns what waits for a message, as `select.poll`."""
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    return poll

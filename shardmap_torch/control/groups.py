@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardmap_torch.control.attempts import init_process_group
-from shardmap_torch.control.start import current, start, within
+from shardmap_torch.control.start import current, init_process_group, start
+from shardmap_torch.control.waiting import within
 from shardmap_torch.core.torch_private.engine import group_names
 from shardmap_torch.errors import CommunicationError, MeshError, show
 
@@ -79,11 +79,10 @@ def make_device_mesh(
     def make() -> DeviceMesh:
         return init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
-    if device.type != "cpu":  # the current device is a state of this thread
-        return make()
     world = dist.group.WORLD
     assert world is not None  # it has been initialised
-    return within(limit or shortest_timeout([world]), f"make_mesh({sizes}, {names})", make)
+    what, on_thread = f"make_mesh({sizes}, {names})", device.type == "cpu"
+    return within(limit or shortest_timeout([world]), what, make, on_thread=on_thread)
 
 
 def agree_on_layout(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from shardmap_torch.control.deadlock import PATIENCE, Status
+from shardmap_torch.control.board import PATIENCE, Status
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,12 +1,16 @@
 """Flight recorder: the last collectives of this rank, written to a file when something fails.
 
+Its history is their hash, which is equal on ranks that have done the same.
+
 Source: NCCL's flight recorder in PyTorch (`TORCH_NCCL_DUMP_ON_TIMEOUT`), for every backend.
 """
 
 import os
+import stat
 import tempfile
+import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from shardmap_torch.control.deadlock import RankGroup
+from shardmap_torch.control.board import CHECK, RankGroup
 from shardmap_torch.errors import PostmortemError, show_shape
 
 VARIABLE: Final = "SHARDMAP_TORCH_DUMPS"
@@ -22,6 +26,11 @@ VARIABLE: Final = "SHARDMAP_TORCH_DUMPS"
 
 COLUMNS: Final = ("seq", "call", "function", "operation", "axes", "operand", "line", "state")
 LENGTH: Final = 256
+
+_FACTOR: Final = 0x5851F42D4C957F2D
+_MODULUS: Final = (1 << 61) - 1
+_KEYS: Final = 4096
+"""Number of collectives whose hashes are kept."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ Raw: TypeAlias = tuple[tuple[int, str], Any, torch.dtype, torch.Size, Any, int, 
 operand, the user's line, the call whose backward it is in or 0, and the ranks it is among."""
 
 
-class Recorder:
+class FlightRecorder:
     """The last collectives of this process.
 
     Attributes:
@@ -108,17 +117,90 @@ class Recorder:
         return Entry(seq, call, function, str(operation), axes, operand, line, state)
 
     def write(self, rank: int, reason: str) -> Path | None:
-        """Writes the dump of this rank; returns its path, None if the folder cannot be written."""
+        """Writes the dump of this rank; returns its path, None if it cannot be written."""
         lines = [f"rank\t{rank}", *(f"reason\t{line}" for line in reason.splitlines())]
         lines.append("\t".join(COLUMNS))
         for entry in self.entries():
             lines.append("\t".join(_cell(getattr(entry, name)) for name in COLUMNS))
-        path = dump_folder() / f"rank-{rank:05}.txt"
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        folder = usable_folder()
+        if folder is None:
+            return None
+        path = folder / f"rank-{rank:05}.txt"
+        # No link is followed: whoever may write to the folder may have put one there.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
+        with suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
             return path
         return None
+
+
+class History:
+    """The calls and collectives of this rank, hashed in order, and counted by group.
+
+    Collectives are hashed together, right before a comparison, from what the flight recorder has of
+    them: each by itself, after a computation or a wait, would find the processor's caches cold and
+    take ten times as long.
+    """
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        """Starts empty; collectives are those of `recorder`."""
+        self._recorder = recorder
+        self._calls = self._moves = 0
+        self._keys: dict[Any, tuple[Any, int]] = {}
+        self._counts: dict[str, int] = {CHECK: 0}
+
+    def extend(self, digest: int) -> tuple[int, int]:
+        """Adds a call, or a collective that is compared by itself, of this hash.
+
+        Returns:
+            The hash of all, and that of the collectives alone.
+        """
+        if self._recorder.new:
+            self.catch_up()
+        self._counts[CHECK] += 1
+        self._calls = (self._calls * _FACTOR + digest) % _MODULUS
+        return (self._calls * _FACTOR + self._moves) % _MODULUS, self._moves
+
+    @property
+    def num_checks(self) -> int:
+        """The number of comparisons."""
+        return self._counts[CHECK]
+
+    def counts(self) -> Mapping[str, int]:
+        """Returns the number of operations by group; called on any thread."""
+        new, counts = self._recorder.new.copy(), self._counts.copy()  # at once, while others write
+        for *_, rank_group in new:
+            counts[rank_group.name] = counts.get(rank_group.name, 0) + 1
+        return counts
+
+    def catch_up(self) -> None:
+        """Adds the collectives recorded since the last time."""
+        moves, counts = self._moves, self._counts
+        for _, operation, dtype, shape, _, made_in, rank_group in self._recorder.take():
+            moves = (moves * _FACTOR + self.key(operation, dtype, shape, made_in)) % _MODULUS
+            counts[rank_group.name] = counts.get(rank_group.name, 0) + 1
+        self._moves = moves
+
+    def key(self, operation: Any, dtype: torch.dtype, shape: torch.Size, made_in: int) -> int:
+        """Returns the hash of one collective, in the backward of call `made_in` or in none (0)."""
+        known = self._keys.get((id(operation), dtype, shape))
+        if known is None:
+            if len(self._keys) > _KEYS:
+                self._keys.clear()
+            text = f"{operation!r} {dtype} {tuple(shape)}"
+            known = operation, zlib.crc32(text.encode())  # kept, or its id would be another's
+            self._keys[id(operation), dtype, shape] = known
+        return known[1] + (made_in << 32)
+
+    def clear(self) -> None:
+        """Forgets what was done, but not how often."""
+        self.catch_up()
+        self._calls = self._moves = 0
+
+    def restart(self) -> None:
+        """Forgets everything."""
+        self.clear()
+        self._counts = {CHECK: 0}
 
 
 def _cell(value: object) -> str:
@@ -128,21 +210,47 @@ def _cell(value: object) -> str:
 def dump_folder() -> Path:
     """Returns the folder of the dumps: the same for all ranks that one agent has started."""
     named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named)
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    return Path(tempfile.gettempdir()) / f"shardmap_torch-{user}" / f"run-{os.getppid()}"
+    return Path(named) if named else _own_folder() / f"run-{os.getppid()}"
+
+
+def _own_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"shardmap_torch-{_user()}"
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def usable_folder() -> Path | None:
+    """Makes the folder of the dumps; None where it cannot be made, or is not this user's alone.
+
+    Its name in the system's temporary folder can be foreseen, and others may write there.
+    """
+    folder = dump_folder()
+    try:
+        if not os.environ.get(VARIABLE):
+            own = _own_folder()
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = own.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == _user()
+            if not is_own or found.st_mode & 0o022:
+                return None
+            own.chmod(0o700)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder
 
 
 def read_dump(path: Path) -> Dump:
-    """Reads a dump that `Recorder.write` wrote.
+    """Reads a dump that `FlightRecorder.write` wrote.
 
     Raises:
         PostmortemError: the file is no dump.
     """
     rank, reason, entries = None, [], []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        name, *cells = line.split("\t")
+        name, *cells = _printable(line).split("\t")
         if name == "rank" and cells and cells[0].isdigit():
             rank = int(cells[0])
         elif name == "reason":
@@ -152,3 +260,8 @@ def read_dump(path: Path) -> Dump:
     if rank is None:
         raise PostmortemError(f"{path} is no dump of shardmap_torch's flight recorder.")
     return Dump(rank, "\n".join(reason), entries)
+
+
+def _printable(line: str) -> str:
+    """Shows what is no text as `?`: a file may hold what a terminal would obey."""
+    return "".join([c if c.isprintable() or c == "\t" else "?" for c in line])

@@ -1,21 +1,30 @@
-"""Starts and stops the one `Control` of this process."""
+"""Starts and stops the one `Control` of this process, and torch's default group.
+
+The agents of torchrun keep one store for all attempts of a job that it starts again, and the
+workers of each meet in it under the same keys (torch 2.13, `torch.distributed.rendezvous`): one
+that comes first may find the address of one that has been killed, and fails or hangs. The number of
+restarts is no common key, since the agents of several hosts count each for itself. So each attempt
+has keys of its own.
+"""
 
 import atexit
 import os
 import sys
-import threading
-from collections.abc import Callable
+import time
+import uuid
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shardmap_torch.control.control import Control
-from shardmap_torch.control.peers import PeerWatch
-from shardmap_torch.errors import CommunicationError
+from shardmap_torch.control.waiting import PeerWatch, within
+from shardmap_torch.core.torch_private.engine import Store
 
-T = TypeVar("T")
+AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set by torchrun's agents to whether they host the store; without it rank 0 makes a new one."""
 
 
 class _Current:
@@ -71,38 +80,6 @@ def start(timeout: timedelta) -> Control | None:
     return _CURRENT.control
 
 
-def within(limit: timedelta | None, what: str, make: Callable[[], T]) -> T:
-    """Runs a function that may block in torch's store on its own thread, for a limited time.
-
-    Raises:
-        CommunicationError: it has not ended in time: the store is frozen or unreachable, or a rank
-            has not called it.
-    """
-    done: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(make())
-        except BaseException as error:  # raised where the caller waits
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=f"shardmap {what}", daemon=True)
-    thread.start()
-    thread.join(None if limit is None else limit.total_seconds() + 1)
-    if errors and not isinstance(errors[0], RuntimeError):
-        raise errors[0]
-    if not done:
-        why = f"{errors[0]}".splitlines()[0] if errors else "the store or a rank does not answer"
-        rank = dist.get_rank() if dist.is_initialized() else os.environ["RANK"]
-        raise CommunicationError(
-            f"{what} has not ended within {limit} on rank {rank}: {why}. Every process "
-            "must make the same meshes in the same order, and the process that hosts the store "
-            "must be alive."
-        ) from (errors[0] if errors else None)
-    return done[0]
-
-
 def stop() -> None:
     """Posts that this process ends, and ends the threads."""
     control, watch = _CURRENT.control, _CURRENT.peers
@@ -126,3 +103,64 @@ def _pass_on_uncaught_errors() -> None:
 
     hook._shardmap_torch = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+_GROUP: Final = "Starting the default process group"
+
+
+def init_process_group(backend: str, limit: timedelta | None) -> None:
+    """Starts the default group from torchrun's environment, under keys of this attempt.
+
+    Raises:
+        CommunicationError: not all ranks have come in time.
+    """
+    timeout = limit or dist.default_pg_timeout
+    options: dict[str, Any] = {}
+    if os.environ.get(AGENT_STORE) == str(True):
+        make = lambda: next(rendezvous("env://", timeout=timeout))  # noqa: E731
+        store, rank, size = within(timeout, _GROUP, make)
+        name = within(timeout, _GROUP, lambda: meet(store, rank, size, timeout))
+        own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # torch exports it
+        options = {"store": own, "rank": rank, "world_size": size}
+
+    def init() -> None:
+        dist.init_process_group(backend, timeout=limit, **options)
+
+    within(timeout, _GROUP, init, on_thread=False)
+
+
+def meet(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Returns a name that the ranks of this attempt agree on, and no earlier attempt has had.
+
+    Rank 0 makes the name, and answers requests until each rank has said that it has it. A request
+    carries a word of its own, so that no answer to a killed process is taken for one's own.
+
+    Raises:
+        RuntimeError: a rank has not come in time.
+    """
+    if rank > 0:
+        return _ask(store, rank)
+    name = f"attempt {uuid.uuid4().hex}"
+    missing = set(range(1, size))
+    end = time.monotonic() + timeout.total_seconds()
+    while missing:
+        if time.monotonic() > end:
+            raise RuntimeError(f"nothing was heard from ranks {sorted(missing)}")
+        for other in sorted(missing):
+            _answer(store, other, name)
+        missing = {other for other in missing if not store.check([f"{name}/{other}"])}
+        time.sleep(0.005 * bool(missing))
+    return name
+
+
+def _ask(store: Store, rank: int) -> str:
+    word = uuid.uuid4().hex
+    store.set(f"attempt of {rank}", word)
+    name: str = store.get(f"answer to {word}").decode()
+    store.set(f"{name}/{rank}", "")
+    return name
+
+
+def _answer(store: Store, rank: int, name: str) -> None:
+    if store.check([f"attempt of {rank}"]):
+        store.set(f"answer to {store.get(f'attempt of {rank}').decode()}", name)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.control.groups import destroy_groups, in_time, shortest_timeout
-from shardmap_torch.control.start import current, within
+from shardmap_torch.control.start import current
+from shardmap_torch.control.waiting import within
 from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import MeshError

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from shardmap_torch.backends import gloo as gloo_backend
 from shardmap_torch.backends.gloo import GlooWire
-from shardmap_torch.control import peers
-from shardmap_torch.control.peers import PeerWatch
-from shardmap_torch.control.waiting import StuckError, Waiting
+from shardmap_torch.control import waiting
+from shardmap_torch.control.waiting import PeerWatch, StuckError, Waiting
 from tests.support.pool import Gloo
 
 X = torch.arange(8.0).reshape(4, 2)
@@ -93,7 +92,7 @@ def ended(name: str) -> str:
     dist.barrier()  # both have it
     error = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "PATIENCE", timedelta(milliseconds=20))
+        patch.setattr(waiting, "PATIENCE", timedelta(milliseconds=20))
         watch = PeerWatch(Hopeless())
         patch.setattr(gloo_backend, "peers", lambda: watch)
         if wire.rank == 0:

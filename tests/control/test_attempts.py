@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from shardmap_torch.control.attempts import AGENT_STORE, init_process_group, meet
+from shardmap_torch.control.start import AGENT_STORE, init_process_group, meet
 from shardmap_torch.errors import CommunicationError
 
 SECOND = timedelta(seconds=1)

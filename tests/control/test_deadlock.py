@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmap_torch.control.deadlock import Status, find_deadlock, lacks, read
+from shardmap_torch.control.board import Status, find_deadlock, lacks, read
 
 GROUPS = {"all": (0, 1, 2, 3), "low": (0, 1), "high": (2, 3), "odd": (1, 3)}
 

@@ -1,5 +1,6 @@
 """Ranks learn whether their numbers are equal, and notice who does not come."""
 
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -141,3 +142,21 @@ def test_the_interface_that_gloo_is_told_to_use_is_listened_on(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
     with module._listener(1) as listener:
         assert listener.getsockname()[1] > 0
+
+
+def test_a_timeout_error_of_a_signal_handler_is_not_taken_for_lost_patience(
+    connect: Callable[[int], list[Exchange]],
+) -> None:
+    def raise_own(*_: object) -> None:
+        raise TimeoutError("the user's")
+
+    one, _ = connect(2)
+    mine = one.begin(1, (5, 6), TIMEOUT)
+    before = signal.signal(signal.SIGALRM, raise_own)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(TimeoutError, match="the user's"):
+            mine.wait(TIMEOUT)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not mine.is_completed()

@@ -1,5 +1,6 @@
-"""The dumps of the ranks are compared, and the first difference is shown."""
+"""The dumps of the ranks are compared, and the first difference is shown; no link is followed."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 
 from shardmap_torch import I, Partial, PostmortemError, R
 from shardmap_torch.collectives.operations import collective_of
-from shardmap_torch.control.deadlock import RankGroup
-from shardmap_torch.control.recorder import VARIABLE, Recorder, read_dump
+from shardmap_torch.control.board import RankGroup
+from shardmap_torch.control.recorder import VARIABLE, FlightRecorder, dump_folder, read_dump
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.postmortem import main
 
@@ -17,8 +18,8 @@ OTHER = collective_of("all_reduce", Partial, R, ("tp",))
 OPERAND = (torch.float32, torch.Size([4, 2]))
 
 
-def record(*operations: object) -> Recorder:
-    recorder = Recorder()
+def record(*operations: object) -> FlightRecorder:
+    recorder = FlightRecorder()
     for number, operation in enumerate(operations, 1):
         site = Site("model.py", 10 + number)
         recorder.new.append(((number, "step"), operation, *OPERAND, site, 0, RankGroup()))
@@ -79,3 +80,38 @@ def test_a_folder_without_dumps_and_a_file_that_is_none_are_refused(tmp_path: Pa
     with pytest.raises(PostmortemError) as error:
         main([str(tmp_path)])
     assert str(error.value) == f"{path} is no dump of shardmap_torch's flight recorder."
+
+
+def test_a_dump_is_written_into_no_file_that_a_link_names(folder: Path) -> None:
+    folder.mkdir()
+    precious = folder / "precious"
+    precious.write_text("years of work")
+    (folder / "rank-00000.txt").symlink_to(precious)
+    assert record(SUM).write(0, "gone") is None
+    assert precious.read_text() == "years of work"
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = dump_folder().parent
+    own.mkdir()
+    own.chmod(0o777)
+    assert record(SUM).write(0, "gone") is None
+    own.rmdir()
+    own.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert record(SUM).write(0, "gone") is None
+    own.unlink()
+    path = record(SUM).write(0, "gone")
+    assert path == dump_folder() / "rank-00000.txt"
+    assert own.stat().st_mode & 0o077 == 0
+
+
+def test_what_a_terminal_would_obey_is_not_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(SUM).write(0, "red \x1b[31m text\x07")
+    main([])
+    assert "rank 0: red ?[31m text?" in capsys.readouterr().out
