@@ -31,7 +31,7 @@ def all_gather_matmul(
     w: Tensor,
     axis: Axis,
     *,
-    gather_dim: int = 0,
+    dim: int = 0,
     bias: Tensor | None = None,
     chunks: int | None = None,
     save_gathered: bool = True,
@@ -45,7 +45,7 @@ def all_gather_matmul(
     w: Sequence[Tensor],
     axis: Axis,
     *,
-    gather_dim: int = 0,
+    dim: int = 0,
     bias: Sequence[Tensor | None] | None = None,
     chunks: int | None = None,
     save_gathered: bool = True,
@@ -58,17 +58,17 @@ def all_gather_matmul(
     w: Tensor | Sequence[Tensor],
     axis: Axis,
     *,
-    gather_dim: int = 0,
+    dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     chunks: int | None = None,
     save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """`all_gather(x, axis, dim=gather_dim, dst=R) @ w + bias`, multiplying chunks as they arrive.
+    """`all_gather(x, axis, dim=dim, dst=R) @ w + bias`, multiplying chunks as they arrive.
 
-    Shape: x [..., k] with `gather_dim` of size d, w [k, m, ...] gives [..., m, ...] with n*d there;
-    with `gather_dim` last, w is [n*k, m, ...]. Types: as its unfused composition: x is
-    S(gather_dim) or V. Backward, overlapped too: dx is reduce-scattered while it is produced and
+    Shape: x [..., k] with `dim` of size d, w [k, m, ...] gives [..., m, ...] with n*d there;
+    with `dim` last, w is [n*k, m, ...]. Types: as its unfused composition: x is
+    S(dim) or V. Backward, overlapped too: dx is reduce-scattered while it is produced and
     while dw is computed. Sends (n-1) * x.nbytes per rank forward and as much backward, and again as
     much backward with `save_gathered=False`.
 
@@ -76,7 +76,7 @@ def all_gather_matmul(
         x: this rank's shard.
         w: a weight, or several that share one gather (q, k, v; gate, up).
         axis: an axis name, or several that act as one.
-        gather_dim: the dim of x that is gathered.
+        dim: the dim of x that is gathered.
         bias: added to each row of the product; one per weight where there are several.
         chunks: number of chunks into which each rank's shard is split; by default as the cost model
             says, at most 8 of at least 128 rows each.
@@ -106,7 +106,7 @@ def all_gather_matmul(
         [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
     """
     ws, biases = pairs("all_gather_matmul", w, bias)
-    options = gather_dim, overlap, chunks, save_gathered
+    options = dim, overlap, chunks, save_gathered
     prepared_call = prepared(prepare_gather, axis, options, (x, ws, biases), overlap)
     outs = _gather(prepared_call.runner, x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs
@@ -129,18 +129,18 @@ def matmul_reduce_scatter(
     w: Tensor,
     axis: Axis,
     *,
-    scatter_dim: int = 0,
+    dim: int = 0,
     bias: Tensor | None = None,
     chunks: int | None = None,
     overlap: Overlap = "auto",
 ) -> Tensor:
-    """`reduce_scatter(x @ w, axis, dim=scatter_dim) + bias`, sending chunks as they are made.
+    """`reduce_scatter(x @ w, axis, dim=dim) + bias`, sending chunks as they are made.
 
     Each addend travels once, straight to its owner, which adds them in rank order: results are
     equal from run to run. bfloat16 and float16 addends are added in float32 and rounded once.
 
-    Shape: x [..., k], w [k, m] gives [..., m] with `scatter_dim` of size d divided by n. Types: as
-    its unfused composition: the product is Partial (or V), the result S(scatter_dim). Backward:
+    Shape: x [..., k], w [k, m] gives [..., m] with `dim` of size d divided by n. Types: as
+    its unfused composition: the product is Partial (or V), the result S(dim). Backward:
     one gather of dy feeds dx and dw, chunk by chunk. Sends (n-1)/n * y.nbytes per rank forward and
     backward, y being the product.
 
@@ -148,7 +148,7 @@ def matmul_reduce_scatter(
         x: this rank's features.
         w: this rank's rows of the weight, 2-D.
         axis: an axis name, or several that act as one.
-        scatter_dim: the dim of the product that is sharded.
+        dim: the dim of the product that is sharded.
         bias: added once, after the reduction.
         chunks: as in `all_gather_matmul`, of each rank's block of the result.
         overlap: as in `all_gather_matmul`.
@@ -169,7 +169,7 @@ def matmul_reduce_scatter(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    options = scatter_dim, overlap, chunks
+    options = dim, overlap, chunks
     prepared_call = prepared(prepare_scatter, axis, options, (x, w, bias), overlap)
     y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias

@@ -116,7 +116,7 @@ def prepare_gather(
     x: Tensor,
     ws: Sequence[Tensor],
     biases: Biases,
-    gather_dim: int,
+    dim: int,
     overlap: Overlap,
     chunks: int | None,
     save_gathered: bool,
@@ -125,7 +125,7 @@ def prepare_gather(
     op = "all_gather_matmul"
     _check_operand(op, x)
     axes, scope = read_axes(op, axis)
-    dim = read_dim(op, "gather_dim", gather_dim, x.ndim)
+    dim = read_dim(op, "dim", dim, x.ndim)
     num_ranks = scope.backend.mesh.num_ranks(axes)
     for each, addend in zip(ws, biases, strict=True):
         inner = x.shape[-1] * (num_ranks if dim == x.ndim - 1 else 1)
@@ -151,7 +151,7 @@ def prepare_scatter(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    scatter_dim: int,
+    dim: int,
     overlap: Overlap,
     chunks: int | None,
 ) -> Prepared:
@@ -159,11 +159,11 @@ def prepare_scatter(
     op = "matmul_reduce_scatter"
     _check_operand(op, x)
     axes, scope = read_axes(op, axis)
-    dim = read_dim(op, "scatter_dim", scatter_dim, x.ndim)
+    dim = read_dim(op, "dim", dim, x.ndim)
     _check_weight(op, w, x.shape[-1])
     shape = torch.Size((*x.shape[:-1], w.shape[1]))
     num_ranks = scope.backend.mesh.num_ranks(axes)
-    check_divides(op, "scatter_dim", shape[dim], axes, num_ranks)
+    check_divides(op, "dim", shape[dim], axes, num_ranks)
     by_features = dim == len(shape) - 1
     _check_bias(op, bias, shape[-1] // (num_ranks if by_features else 1))
     rows = shape[-1] if by_features else shape[:-1].numel()

@@ -66,8 +66,8 @@ def shift(
     x: X,
     axis: Axis,
     offset: int,
-    wrap: bool = True,
     *,
+    wrap: bool = True,
     comm_dtype: torch.dtype | None = None,
     grad_comm_dtype: torch.dtype | None = None,
 ) -> X:

@@ -1,4 +1,4 @@
-"""What ranks post of their progress, and who waits for whom for ever.
+"""Board: the posted progress of all ranks, and the ranks that wait for others for ever.
 
 Each rank posts to the store, and reads what the others have posted. Only a thread of its own talks
 to the store: one whose host is frozen or unreachable blocks that thread only, and callers of the

@@ -107,7 +107,7 @@ def column_linear(
         _check_matrix("column_linear", w)
         check_inner("column_linear", x, w.shape[0] // parts, w, "weight")
     if dim is not None:
-        outs = all_gather_matmul(x, weights, axis, gather_dim=dim, bias=biases, overlap=overlap)
+        outs = all_gather_matmul(x, weights, axis, dim=dim, bias=biases, overlap=overlap)
     else:
         x = to_replicate(x, axis) if layout == I else x
         products = [local_matmul(x, w, axis) for w in weights]
@@ -173,7 +173,7 @@ def row_linear(
     check_inner("row_linear", x, matrix.shape[0], weight, "weight")
     if layout.dim is not None:
         dim = read_dim("row_linear", "dst dim", layout.dim, x.ndim)
-        y = matmul_reduce_scatter(x, matrix, axis, scatter_dim=dim, overlap=overlap)
+        y = matmul_reduce_scatter(x, matrix, axis, dim=dim, overlap=overlap)
     elif layout == Partial:
         y = local_matmul(x, matrix, axis)
     else:

@@ -36,8 +36,8 @@ def block(overlap: Any) -> Callable[..., Tensor]:
     """Two projections of one gather, and the way back."""
 
     def run(x: Tensor, w: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        a, b = all_gather_matmul(x, (w, v), "tp", bias=(bias, None), gather_dim=1, overlap=overlap)
-        return matmul_reduce_scatter(a * b.sin(), v.t(), "tp", scatter_dim=-2, overlap=overlap)
+        a, b = all_gather_matmul(x, (w, v), "tp", bias=(bias, None), dim=1, overlap=overlap)
+        return matmul_reduce_scatter(a * b.sin(), v.t(), "tp", dim=-2, overlap=overlap)
 
     return run
 
@@ -98,8 +98,8 @@ def matmuls_that_inductor_can_fuse(dim: int) -> tuple[int, int]:
         return make_boxed_func(graph.forward)
 
     def layers(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Tensor:
-        a, b = all_gather_matmul(x, (w, v), "tp", gather_dim=dim)
-        return matmul_reduce_scatter(a * b, u, "tp", scatter_dim=dim)
+        a, b = all_gather_matmul(x, (w, v), "tp", dim=dim)
+        return matmul_reduce_scatter(a * b, u, "tp", dim=dim)
 
     # The pass is for GPUs; on gloo a reduce-scatter is an exchange, which it does not look for.
     with mock.patch.object(process_group, "_is_gloo", new=_on_a_gpu), body():

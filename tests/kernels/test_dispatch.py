@@ -45,7 +45,7 @@ def alike_and_not() -> list[int]:
                 lambda: gather(x, w, "tp", overlap="require", chunks=2),
                 lambda: gather(x, w, "tp", overlap="require", save_gathered=False),
                 lambda: matmul_reduce_scatter(x, w, "tp"),
-                lambda: matmul_reduce_scatter(x, w, "tp", scatter_dim=1),
+                lambda: matmul_reduce_scatter(x, w, "tp", dim=1),
                 lambda: matmul_reduce_scatter(x, w, "tp", bias=torch.ones(2)),
                 lambda: matmul_reduce_scatter(x, w, "tp", bias=torch.ones(2)),
             ]

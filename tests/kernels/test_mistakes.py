@@ -184,7 +184,7 @@ def test_a_forgotten_gradient_of_a_bias_is_caught(forget: Forget) -> None:
         return [*pull_back(*args)[:-1], None]
 
     def body(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return all_gather_matmul(x, w, "tp", gather_dim=1, bias=b)
+        return all_gather_matmul(x, w, "tp", dim=1, bias=b)
 
     specs = ((*COLUMN[0], P("tp")), COLUMN[1])
     (equation,) = held_in(body, *specs, *SHAPES, float32(32))
@@ -210,7 +210,7 @@ def test_a_gradient_that_goes_to_another_weight_where_one_result_is_used_is_caug
         return [dx, *dws] if None not in grads[:2] else [dx, *sorted(dws, key=lambda d: d is None)]
 
     def body(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        first, second = all_gather_matmul(x, (w, v), "tp", gather_dim=1)
+        first, second = all_gather_matmul(x, (w, v), "tp", dim=1)
         return first * second
 
     specs = ((*COLUMN[0], COLUMN[0][1]), COLUMN[1])
@@ -232,7 +232,7 @@ def test_a_mistake_where_an_inner_gradient_needs_less_is_caught(forget: Forget) 
         return (x.flatten(0, 1).t() @ dys[0].narrow(1, 0, x.shape[1]).flatten(0, 1),)
 
     def body(x: Tensor, w: Tensor) -> Tensor:
-        call = lambda w: all_gather_matmul(x, w, "tp", gather_dim=1).square().sum()  # noqa: E731
+        call = lambda w: all_gather_matmul(x, w, "tp", dim=1).square().sum()  # noqa: E731
         found: Tensor = torch.func.grad(call)(w)
         return found
 

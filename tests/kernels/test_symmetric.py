@@ -163,7 +163,7 @@ def plans() -> dict[str, str]:
         matmul_reduce_scatter(leaf, w, "tp", overlap="require").sum().backward()
         told["backward"] = str(last_plan())
         tell("reduce", matmul_all_reduce, x, w, dst=I)
-        tell("last dim", matmul_reduce_scatter, x, w, scatter_dim=1)
+        tell("last dim", matmul_reduce_scatter, x, w, dim=1)
         tell("again", all_gather_matmul, x, w, save_gathered=False)
         tell("chunks", all_gather_matmul, x, w, chunks=2)
         assert endpoint.fabric(x.dtype) is not ASSUMED_GPU  # `body` assumed another.

@@ -60,19 +60,19 @@ from tests.support.fuzzing import sampled
     ("body", "specs", "found"),
     [
         pytest.param(
-            lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1),
+            lambda x, w: all_gather_matmul(x, w, "tp", dim=1),
             COLUMN,
             [GATHER, f"back: {SCATTER}"],
             id="all_gather_matmul",
         ),
         pytest.param(
-            lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, save_gathered=False),
+            lambda x, w: all_gather_matmul(x, w, "tp", dim=1, save_gathered=False),
             COLUMN,
             [GATHER, f"back: {SCATTER}", f"back: {GATHER}"],
             id="all_gather_matmul, gathered again",
         ),
         pytest.param(
-            lambda x, w: matmul_reduce_scatter(x, w, "tp", scatter_dim=1),
+            lambda x, w: matmul_reduce_scatter(x, w, "tp", dim=1),
             ROW,
             [SCATTER, f"back: {GATHER}"],
             id="matmul_reduce_scatter",
@@ -94,7 +94,7 @@ def test_what_the_kernel_does_is_verified_and_told(
 
 
 def test_a_required_overlap_is_verified_on_an_abstract_mesh() -> None:
-    body = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, overlap="require")  # noqa: E731
+    body = lambda x, w: all_gather_matmul(x, w, "tp", dim=1, overlap="require")  # noqa: E731
     assert held_in(body, *COLUMN, *SHAPES)
     plan = last_plan()
     assert plan is not None
@@ -102,7 +102,7 @@ def test_a_required_overlap_is_verified_on_an_abstract_mesh() -> None:
 
 
 def test_a_report_has_the_kernel_and_its_composition() -> None:
-    body = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, save_gathered=False)  # noqa: E731
+    body = lambda x, w: all_gather_matmul(x, w, "tp", dim=1, save_gathered=False)  # noqa: E731
     text = explain(shard_map(body, mesh=ABSTRACT, in_specs=COLUMN[0], out_specs=COLUMN[1]), *SHAPES)
     lines = [line.split("  #")[0].removesuffix(", as specified") for line in text.splitlines()]
     start = lines.index("collectives:")
@@ -118,7 +118,7 @@ def test_a_report_has_the_kernel_and_its_composition() -> None:
 
 def in_bfloat16(x: Tensor, w: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        return all_gather_matmul(x, w, "tp", gather_dim=1)
+        return all_gather_matmul(x, w, "tp", dim=1)
 
 
 def batched(x: Tensor, w: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def as_on_a_gpu() -> Iterator[None]:
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_operators_on_symmetric_memory_are_held_where_a_run_may_have_them() -> None:
     def column(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> Tensor:
-        first, second = all_gather_matmul(x, (w, v), "tp", gather_dim=1, bias=(b, None))
+        first, second = all_gather_matmul(x, (w, v), "tp", dim=1, bias=(b, None))
         return first * second
 
     specs = (*COLUMN[0], P(None, "tp"), P("tp")), COLUMN[1]
@@ -167,9 +167,7 @@ def test_a_mistake_on_symmetric_memory_is_caught(forget: Forget) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param(
-            lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, overlap="off"), id="off"
-        ),
+        pytest.param(lambda x, w: all_gather_matmul(x, w, "tp", dim=1, overlap="off"), id="off"),
         pytest.param(in_bfloat16, id="autocast"),
         pytest.param(batched, id="vmap"),
     ],
@@ -194,7 +192,7 @@ def test_operands_that_are_whole_over_another_axis_are_held_in_any_dtype(
 
 def test_weights_that_are_cut_in_different_ways_are_held_together() -> None:
     def body(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return all_gather_matmul(x, (w, v), "tp", gather_dim=1, bias=(None, b))
+        return all_gather_matmul(x, (w, v), "tp", dim=1, bias=(None, b))
 
     specs = (
         (P(None, "tp"), P(), P(None, "dp"), P("dp")),
@@ -216,28 +214,28 @@ def test_operands_without_elements_are_held_like_any(
 
 def test_nothing_is_held_over_axes_of_one_rank() -> None:
     mesh = make_mesh((2, 1), ("dp", "tp"), kind="abstract")
-    body = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1)  # noqa: E731
+    body = lambda x, w: all_gather_matmul(x, w, "tp", dim=1)  # noqa: E731
     mapped = shard_map(body, mesh=mesh, in_specs=COLUMN[0], out_specs=COLUMN[1])
     assert not any(equation.compared for equation in trace(mapped, *SHAPES).equations)
 
 
 def inner_gradient(x: Tensor, w: Tensor) -> Tensor:
     def loss(w: Tensor) -> Tensor:
-        return all_gather_matmul(x, w, "tp", gather_dim=1).square().sum()
+        return all_gather_matmul(x, w, "tp", dim=1).square().sum()
 
     found: Tensor = torch.func.grad(loss)(w)
     return found
 
 
 def recomputed(x: Tensor, w: Tensor) -> Tensor:
-    call = lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1)  # noqa: E731
+    call = lambda x, w: all_gather_matmul(x, w, "tp", dim=1)  # noqa: E731
     out: Tensor = checkpoint(call, x, w)
     return out
 
 
 def without_gradient(x: Tensor, w: Tensor) -> Tensor:
     with torch.no_grad():
-        return all_gather_matmul(x, w, "tp", gather_dim=1)
+        return all_gather_matmul(x, w, "tp", dim=1)
 
 
 @pytest.mark.parametrize(
@@ -326,10 +324,10 @@ def drawn(draw: random.Random) -> tuple[Callable[[str], Body], Any, P, list[Shap
         def body(x: Tensor, *ws: Tensor) -> Tensor:
             outs: Any
             if name == "gather":
-                options = {"gather_dim": dim, "save_gathered": save, "overlap": overlap}
+                options = {"dim": dim, "save_gathered": save, "overlap": overlap}
                 outs = all_gather_matmul(x, ws, axes, **options)
             elif name == "scatter":
-                outs = [matmul_reduce_scatter(x, ws[0], axes, scatter_dim=dim, overlap=overlap)]
+                outs = [matmul_reduce_scatter(x, ws[0], axes, dim=dim, overlap=overlap)]
             else:
                 outs = [matmul_all_reduce(x, ws[0], axes, dst=dst, overlap=overlap)]
             return torch.stack([out.float().sum() for out in outs]).sum()

@@ -69,7 +69,7 @@ def gather_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run,
             (w1, w2),
             "tp",
             bias=(b1, b2),
-            gather_dim=dim,
+            dim=dim,
             chunks=chunks,
             save_gathered=save,
             overlap=overlap,
@@ -87,7 +87,7 @@ def scatter_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run
     operands.append(normal(3, bias_size))
 
     def call(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        options = {"scatter_dim": dim, "bias": b, "chunks": chunks, "overlap": overlap}
+        options = {"dim": dim, "bias": b, "chunks": chunks, "overlap": overlap}
         return (matmul_reduce_scatter(x, w, "tp", **options),)
 
     return call, operands

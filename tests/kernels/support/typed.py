@@ -51,11 +51,11 @@ SHAPES = float32(4, 8, 16), float32(16, 32)
 
 
 def column(**options: Any) -> Body:
-    return lambda x, w: all_gather_matmul(x, w, "tp", gather_dim=1, **options)
+    return lambda x, w: all_gather_matmul(x, w, "tp", dim=1, **options)
 
 
 def row(x: Tensor, w: Tensor) -> Tensor:
-    return matmul_reduce_scatter(x, w, "tp", scatter_dim=1)
+    return matmul_reduce_scatter(x, w, "tp", dim=1)
 
 
 def reduced(dst: Any, **options: Any) -> Body:
