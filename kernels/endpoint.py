@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.backends.recording import RecordingBackend
+from shardmap_torch.backends.recorder import RecordingBackend
 from shardmap_torch.collectives.protocol import Backend, is_checker
 from shardmap_torch.core.functorch import is_transformed_otherwise
 from shardmap_torch.core.torch_private.engine import (

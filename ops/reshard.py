@@ -33,7 +33,7 @@ ShardedDims = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One collective of a plan.
 
     Attributes:
@@ -112,7 +112,7 @@ def reshard(
     return each_leaf("reshard", x, one)
 
 
-def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tuple[Step, ...]:
+def plan(src: P, dst: P, mesh: Mesh, shape: Sequence[int] | None = None) -> tuple[ReshardStep, ...]:
     """Plans the collectives that reshard from `src` to `dst`, with the bytes that each sends.
 
     Args:
@@ -211,7 +211,7 @@ _FREE: _Cost = (Fraction(0), Fraction(0), 0)
 @lru_cache(maxsize=4096)
 def _search(
     src: P, dst: P, axis_sizes: tuple[tuple[str, int], ...], even: tuple[int, ...] | None
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """Finds the cheapest path from `src` to `dst` by Dijkstra's algorithm."""
     sizes = dict(axis_sizes)
     num_dims = max(len(src.entries), len(dst.entries))
@@ -248,10 +248,10 @@ def _step(
     after: _Layout,
     start: _Layout,
     sizes: Mapping[str, int],
-) -> Step:
+) -> ReshardStep:
     if collective.name == "ppermute":  # the pairs of those that are not taken are never needed
         collective = _permutation(before.sharded_dims, after.sharded_dims, sizes)
-    return Step(collective, *_bytes(collective, before, after, start, sizes))
+    return ReshardStep(collective, *_bytes(collective, before, after, start, sizes))
 
 
 def _bytes(

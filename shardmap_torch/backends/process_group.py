@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.backends import reference
-from shardmap_torch.backends.communicator import TracedWire, Wire
-from shardmap_torch.backends.gloo import GlooWire, TracedGlooWire
-from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, LocalMovement, on_one_rank
-from shardmap_torch.backends.rank import RankBackend
+from shardmap_torch.backends.communicator import GlooWire, TracedGlooWire, TracedWire, Wire
+from shardmap_torch.backends.rank import LOCAL_MOVEMENTS, LocalMovement, RankBackend, on_one_rank
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.backends.traffic import TALLIES, pass_door
 from shardmap_torch.collectives.operations import Collective, Planned

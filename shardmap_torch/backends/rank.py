@@ -1,15 +1,92 @@
-"""RankBackend: base of the backends in which a thread or a process is one rank."""
+"""RankBackend: base of the backends in which a thread or a process is one rank.
 
-from collections.abc import Sequence
+It does the movements that need no communication by itself, as the rank that knows its index.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.local_movements import LOCAL_MOVEMENTS, native_on_one_rank
+from shardmap_torch.backends.reference import REFERENCE, Stack, fill, place
+from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.operations import Collective, Planned
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.storage import is_spare
 from shardmap_torch.mesh import Mesh
+
+
+def _slice(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
+    if not c.tiled:
+        return x.select(c.dim, index)
+    if c.sizes is not None:
+        own = x.narrow(c.dim, sum(c.sizes[:index]), c.sizes[index])
+        return fill(own, c.dim, max(c.sizes))
+    length = x.shape[c.dim] // num_ranks
+    return x.narrow(c.dim, index * length, length)
+
+
+def _pad(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
+    return place(x, c.dim, c.tiled, c.sizes, index, num_ranks)
+
+
+def _mask(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
+    # A copy on that rank too: none of them may share memory with the operand.
+    return x.clone() if index == c.source else torch.zeros_like(x)
+
+
+def _same(c: Collective, x: Tensor, index: int, num_ranks: int) -> Tensor:
+    return x
+
+
+LocalMovement: TypeAlias = Callable[[Collective, Tensor, int, int], Tensor]
+"""Moves data from a collective, its operand, this rank's index and the number of ranks."""
+
+# A plain dict, as are the tables of processes: Dynamo gives up on a proxy when any dict changes.
+LOCAL_MOVEMENTS: Final[Mapping[str, LocalMovement]] = {
+    "slice": _slice,
+    "pad": _pad,
+    "mask": _mask,
+    "same": _same,
+}
+
+
+def on_one_rank(move: str, c: Collective, x: Tensor) -> Tensor:
+    """Runs any movement over axes of one rank; the result shares no memory with `x`.
+
+    Most of them are then a copy, in the memory layout that a message would have.
+    """
+    if _is_copy(move, c):
+        return copied(x.detach())
+    y = REFERENCE[move](c, Stack(x.detach().unsqueeze(0), True, 1))
+    return y.every()[0].clone(memory_format=torch.contiguous_format)
+
+
+def native_on_one_rank(c: Collective) -> Callable[[Tensor], Tensor] | None:
+    """Returns what does the same as a collective over axes of one rank, its derivatives too.
+
+    Both it and its transpose are then copies, or nothing. None where they are more.
+    """
+    if not (c.keeps_dtype and c.transpose.keeps_dtype):
+        return None
+    if c.movement.still:
+        return _unmoved
+    return copied if _is_copy(c.move, c) else None
+
+
+def _unmoved(x: Tensor) -> Tensor:
+    return x
+
+
+def copied(x: Tensor) -> Tensor:
+    """Copies a tensor, unless it is spare, in the memory layout that a message would have."""
+    return x if is_spare(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_copy(move: str, c: Collective) -> bool:
+    return MOVEMENTS[move].copies and c.tiled and c.sizes is None and c.concat_sizes is None
 
 
 class RankBackend(WithoutAutomaticAxes):

@@ -1,4 +1,7 @@
-"""Records the operators of one run, on tensors that have a number each."""
+"""Records the operators of one run, on tensors that have a number each.
+
+On processes each movement between them is one step, of a backend of its own.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +13,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
 
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.backends.rank import RankBackend, on_one_rank
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import spare
 from shardmap_torch.core.torch_private.engine import (
@@ -71,7 +79,7 @@ class Slot:
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class RecordedOp:
     """One call of a recorded run.
 
     Attributes:
@@ -113,7 +121,7 @@ def _numbers(tree: Any) -> list[int]:
     return [leaf.number for leaf in flatten(tree)[0] if type(leaf) is Slot]
 
 
-class Recorder(TorchDispatchMode):
+class OperatorTape(TorchDispatchMode):
     """Dispatch mode that runs operators and records them.
 
     It keeps all tensors of the run, so that their identities, and those of their storages, are of
@@ -130,7 +138,7 @@ class Recorder(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.tensors: list[Tensor] = []
-        self.steps: list[Step] = []
+        self.steps: list[RecordedOp] = []
         self.constants: set[int] = set()
         self.name = name
         self._numbers: dict[int, int] = {}
@@ -191,7 +199,7 @@ class Recorder(TorchDispatchMode):
         finish = self._unseen(partial(function, x))
         if finish is None:
             return None
-        step = Step(later, (self._slot(x),), {}, None, starts=True)
+        step = RecordedOp(later, (self._slot(x),), {}, None, starts=True)
         self.steps.append(step)
 
         def finished() -> Tensor:
@@ -234,11 +242,11 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         own, named = map_leaves(self._slot_of, (args, kwargs))
         made = map_leaves(self._made, result)
-        step = Step(function, own, named, made, writes, site=call_site())
+        step = RecordedOp(function, own, named, made, writes, site=call_site())
         self.steps.append(step)
         self._note_fixed(step)
 
-    def _note_fixed(self, step: Step) -> None:
+    def _note_fixed(self, step: RecordedOp) -> None:
         """Notes memory of which a step makes, or no longer lets, each run hold the same."""
         operands = {_storage(self.tensors[n]) for n in step.operands}
         is_random = RANDOM in getattr(step.function, "tags", ())
@@ -274,7 +282,7 @@ class Recorder(TorchDispatchMode):
             raise TransformError(_FOREIGN.format(self.name, dtype, list(x.shape), at()))
         # Autograd has kept another object of the same tensor.
         slot, geometry = self._add(x), (tuple(x.shape), x.stride(), x.storage_offset())
-        self.steps.append(Step(torch.as_strided, (Slot(home), *geometry), {}, slot))
+        self.steps.append(RecordedOp(torch.as_strided, (Slot(home), *geometry), {}, slot))
         return slot
 
     def _made(self, leaf: Any) -> Any:
@@ -349,4 +357,63 @@ def _counts_from_start(func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -
 def is_recording() -> bool:
     """Returns whether a run is recorded, which must not depend on what tensors hold."""
     active = dispatch_mode_stack()
-    return bool(active) and isinstance(active[-1], Recorder)
+    return bool(active) and isinstance(active[-1], OperatorTape)
+
+
+_COUNTS: Final = (
+    "{}: replay=True records operators, and how many rows {} sends is read from a tensor{}, which "
+    "later calls would not do again. Send equally many to each rank by all_to_all, or leave "
+    "replay=True out."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Sending:
+    """A movement of a recorded run, on the backend of the mesh on which it runs again.
+
+    Attributes:
+        move: its name; "" for a gather whose result is waited for where it is needed.
+        collective: what it is part of.
+        site: the user's line, for errors.
+    """
+
+    move: str
+    collective: Collective
+    site: Site | None
+
+    def __call__(self, x: Tensor) -> Any:
+        """Moves the data, or starts to."""
+        scope: Any = current_scope()
+        scope.monitor.site = self.site
+        backend: ProcessGroupBackend = scope.backend
+        if not self.move:
+            return backend.start_gather(self.collective, x)
+        return backend.communicate(self.move, self.collective, x)
+
+
+class RecordingBackend(RankBackend):
+    """This process as one rank, whose run is recorded."""
+
+    bundles: Final = True  # see `sends_bundles`
+
+    def __init__(self, backend: ProcessGroupBackend, recorder: OperatorTape) -> None:
+        """Communicates by `backend`."""
+        super().__init__(backend.mesh, backend.rank)
+        self.readings = Memo[Any]()
+        self._backend, self._recorder = backend, recorder
+
+    def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        """Runs the movement, and records it."""
+        if not collective.axes or self.position(collective.axes)[1] == 1:
+            return on_one_rank(move, collective, x)
+        if collective.counts:
+            raise TransformError(_COUNTS.format(self._recorder.name, collective, at()))
+        later = Sending(move, collective, self._backend.site())
+        run = partial(self._backend.communicate, move, collective)
+        return self._recorder.opaque(run, x, later)
+
+    def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
+        """Starts a gather, and records its start; see `ProcessGroupBackend.start_gather`."""
+        later = Sending("", collective, self._backend.site())
+        start = partial(self._backend.start_gather, collective)
+        return self._recorder.opaque_start(start, x, later)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.folding import sum_of
-from shardmap_torch.backends.local_movements import on_one_rank
+from shardmap_torch.backends.rank import on_one_rank
 from shardmap_torch.backends.reference import REFERENCE, Stack
 from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.autograd import apply_transformed, unshared

@@ -1,7 +1,6 @@
 """Named meshes of ranks: simulated, over process groups, or abstract."""
 
-from shardmap_torch.mesh.current import as_mesh, current_mesh, use_mesh
-from shardmap_torch.mesh.make import make_mesh
+from shardmap_torch.mesh.make import as_mesh, current_mesh, make_mesh, use_mesh
 from shardmap_torch.mesh.mesh import PROCESS_KINDS, Kind, Mesh, Strategy
 
 __all__ = [

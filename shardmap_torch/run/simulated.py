@@ -6,8 +6,7 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.local_movements import on_one_rank
-from shardmap_torch.backends.rank import RankBackend
+from shardmap_torch.backends.rank import RankBackend, on_one_rank
 from shardmap_torch.boundary.call import Call, Untouched, is_checked, run_body
 from shardmap_torch.collectives.autograd import reject_transforms
 from shardmap_torch.collectives.operations import Collective

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.backends import gloo as gloo_backend
-from shardmap_torch.backends.gloo import GlooWire
+from shardmap_torch.backends import communicator
+from shardmap_torch.backends.communicator import GlooWire
 from shardmap_torch.control import waiting
 from shardmap_torch.control.waiting import PeerWatch, StuckError, Waiting
 from tests.support.pool import Gloo
@@ -94,7 +94,7 @@ def ended(name: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting, "PATIENCE", timedelta(milliseconds=20))
         watch = PeerWatch(Hopeless())
-        patch.setattr(gloo_backend, "peers", lambda: watch)
+        patch.setattr(communicator, "peers", lambda: watch)
         if wire.rank == 0:
             with pytest.raises(StuckError) as raised:
                 MESSAGES[name](wire)
@@ -118,7 +118,7 @@ DTYPES = (
 
 
 def moved(dtype: torch.dtype, large: int) -> None:
-    with mock.patch.object(gloo_backend, "_LARGE", large):
+    with mock.patch.object(communicator, "_LARGE", large):
         move_all(dtype, wire_over(dist.group.WORLD))
 
 
@@ -223,7 +223,7 @@ def finish_all(gathers: list[tuple[Callable[[], Tensor], Tensor]]) -> None:
 
 
 def mixed(seed: int) -> None:
-    with mock.patch.object(gloo_backend, "_LARGE", 1000):
+    with mock.patch.object(communicator, "_LARGE", 1000):
         in_any_order(seed)
 
 

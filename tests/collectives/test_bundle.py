@@ -26,7 +26,7 @@ from shardmap_torch import (
     shard_map,
     value_and_grad,
 )
-from shardmap_torch.backends.gloo import GlooWire
+from shardmap_torch.backends.communicator import GlooWire
 from shardmap_torch.collectives import bundle
 from tests.support.pool import Gloo, run_alone
 

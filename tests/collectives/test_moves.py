@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import P, make_mesh, shard_map
-from shardmap_torch.backends import local_movements, process_group, reference
+from shardmap_torch.backends import process_group, rank, reference
 from shardmap_torch.checker.spmd.ops import collective_rules
 from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.table import ROWS
@@ -25,7 +25,7 @@ PARTS = {
         reference.REFERENCE,
         EVERY - LOCAL | {"slice", "pad", "mask", "same"},
     ),
-    "backends/local_movements.py": (local_movements.LOCAL_MOVEMENTS, LOCAL),
+    "backends/rank.py": (rank.LOCAL_MOVEMENTS, LOCAL),
 }
 OPTIONAL = {
     "backends/process_group.py": process_group.WIRE,

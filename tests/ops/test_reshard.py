@@ -22,7 +22,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.ops.reshard import Step, plan
+from shardmap_torch.ops.reshard import ReshardStep, plan
 from tests.support.pool import Gloo
 
 Strategy = Literal["vmap", "ranks"]
@@ -144,7 +144,7 @@ def naive(src: P, dst: P) -> Fraction:
     return sent
 
 
-def lines(steps: tuple[Step, ...]) -> list[str]:
+def lines(steps: tuple[ReshardStep, ...]) -> list[str]:
     return [str(step) for step in steps]
 
 

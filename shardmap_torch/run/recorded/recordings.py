@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.backends.recorder import Looking, Recorder
-from shardmap_torch.backends.recording import RecordingBackend
+from shardmap_torch.backends.recorder import Looking, OperatorTape, RecordingBackend
 from shardmap_torch.boundary.call import Call, Result, run_body
 from shardmap_torch.checker.guards.references import PLAIN
 from shardmap_torch.checker.guards.switches import switches
@@ -36,7 +35,7 @@ from shardmap_torch.run.recorded.source import Runnable, runnable
 Leaves: TypeAlias = tuple[Sequence[Any], Callable[[list[Any]], Any]]
 """Leaves of what a body returns, and what makes the result of such leaves."""
 
-Record: TypeAlias = Callable[[Recorder, Sequence[Tensor]], Leaves]
+Record: TypeAlias = Callable[[OperatorTape, Sequence[Tensor]], Leaves]
 """Runs a body on other tensors than those of its call."""
 
 _TENSOR: Final = object()
@@ -142,7 +141,7 @@ class Recordings:
     ) -> tuple[list[Any], Recording]:
         inputs = _separate(tensors, captured)
         torch.clear_autocast_cache()  # it may have casts of captured tensors, which have no number
-        recorder = Recorder(self._name, inputs, captured)
+        recorder = OperatorTape(self._name, inputs, captured)
         try:
             with Looking(), recorder:
                 leaves, finish = record(recorder, inputs)
@@ -152,7 +151,7 @@ class Recordings:
         return list(leaves), Recording(run, others, finish, list(captured), order)
 
     def _program(
-        self, recorder: Recorder, leaves: Sequence[Any], static: Sequence[Any]
+        self, recorder: OperatorTape, leaves: Sequence[Any], static: Sequence[Any]
     ) -> tuple[list[Any], Runnable]:
         """Returns the leaves that are no tensors, and what computes those that are."""
         recorder.require_unmoved()
@@ -264,7 +263,7 @@ def run_process(call: Call, backend: ProcessGroupBackend, tensors: Sequence[Tens
     """Runs the body on one process, as it was recorded."""
     assert call.recordings is not None
 
-    def record(recorder: Recorder, inputs: Sequence[Tensor]) -> Leaves:
+    def record(recorder: OperatorTape, inputs: Sequence[Tensor]) -> Leaves:
         result = run_body(call, RecordingBackend(backend, recorder), inputs)
         return result.leaves, partial(Result, match=result.match, structure=result.structure)
 
@@ -278,7 +277,7 @@ def run_simulated(call: Call, run: Callable[[Call], Tree]) -> Tree:
     """Runs a call on all simulated ranks, as it was recorded."""
     assert call.recordings is not None
 
-    def record(recorder: Recorder, inputs: Sequence[Tensor]) -> Leaves:
+    def record(recorder: OperatorTape, inputs: Sequence[Tensor]) -> Leaves:
         given = list(call.leaves)
         for position, value in zip(call.crossing, inputs, strict=True):
             given[position] = value

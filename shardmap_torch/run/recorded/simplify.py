@@ -10,7 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
-from shardmap_torch.backends.recorder import RANDOM, Recorder, Step
+from shardmap_torch.backends.recorder import RANDOM, OperatorTape, RecordedOp
 
 _LARGEST: Final = 1 << 20
 """Entries of a tensor that is kept between runs, rather than made in each."""
@@ -34,7 +34,7 @@ class Program:
     """
 
     tensors: Sequence[Tensor]
-    steps: Sequence[Step]
+    steps: Sequence[RecordedOp]
     inputs: Sequence[int]
     outputs: Sequence[int]
     captured: Collection[int]
@@ -42,7 +42,7 @@ class Program:
     sources: Sequence[int]
 
 
-def simplify(run: Recorder, outputs: Sequence[int]) -> Program:
+def simplify(run: OperatorTape, outputs: Sequence[int]) -> Program:
     """Returns the program of a recorded run with these results."""
     sources = _sources(run)
     steps = [step for step in run.steps if not _is_view(step, sources)]
@@ -52,7 +52,7 @@ def simplify(run: Recorder, outputs: Sequence[int]) -> Program:
     return Program(run.tensors, steps, run.inputs, outputs, run.captured, computed, sources)
 
 
-def _sources(run: Recorder) -> list[int]:
+def _sources(run: OperatorTape) -> list[int]:
     """Finds for each tensor the first one in the same memory, of which it is a plain view."""
     sources = list(range(len(run.tensors)))
     for step in run.steps:
@@ -76,14 +76,14 @@ def _is_plain(x: Tensor) -> bool:
     return not (x.is_conj() or x.is_neg())
 
 
-def _is_view(step: Step, sources: Sequence[int]) -> bool:
+def _is_view(step: RecordedOp, sources: Sequence[int]) -> bool:
     """Returns whether all that a step makes are views of what was there."""
     results = step.results
     return bool(results) and step.is_pure and all(sources[n] != n for n in results)
 
 
 def _computed(
-    run: Recorder, steps: Sequence[Step], sources: Sequence[int], outputs: Sequence[int]
+    run: OperatorTape, steps: Sequence[RecordedOp], sources: Sequence[int], outputs: Sequence[int]
 ) -> set[int]:
     """Finds tensors that are the same in each run: they depend on none that may differ.
 
@@ -109,7 +109,9 @@ def _computed(
     return found
 
 
-def _needed(steps: Sequence[Step], sources: Sequence[int], outputs: Sequence[int]) -> list[Step]:
+def _needed(
+    steps: Sequence[RecordedOp], sources: Sequence[int], outputs: Sequence[int]
+) -> list[RecordedOp]:
     """Returns the steps without those whose results nothing takes, and that do nothing else."""
     needed = {sources[n] for n in outputs}
     kept = []

@@ -11,7 +11,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.recorder import Slot, Step
+from shardmap_torch.backends.recorder import RecordedOp, Slot
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.run.recorded.simplify import Program
@@ -82,7 +82,7 @@ class _Writer:
         finalize(found, linecache.cache.pop, file, None)
         return found
 
-    def _write(self, step: Step) -> None:
+    def _write(self, step: RecordedOp) -> None:
         reads = set[str]()
         args = [self._argument(arg, reads) for arg in step.args]
         args += [f"{name}={self._argument(arg, reads)}" for name, arg in step.kwargs.items()]
@@ -91,7 +91,7 @@ class _Writer:
         text = call if set(target) <= set("_[], ") else f"{target} = {call}"
         self._lines.append(_Line(text, frozenset(reads), step.site))
 
-    def _waiting_for(self, step: Step) -> str:
+    def _waiting_for(self, step: RecordedOp) -> str:
         """Returns the name of what waits for the result of a step, where that is needed."""
         (number,) = step.results or (-len(self._lines),)
         return self._waiting.setdefault(number, f"w{len(self._lines)}")
