@@ -42,7 +42,6 @@ def vocab_parallel_embedding(
     `torch.nn.functional.embedding`.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
         >>> f = lambda ids, table: vocab_parallel_embedding(ids, table, "tp")

@@ -302,7 +302,6 @@ def grouped_linear(
     Source: `torch.nn.functional.grouped_mm`; Gale et al. 2022, "MegaBlocks".
 
     Example:
-        >>> import torch
         >>> weight, sizes = torch.tensor([[[10.0]], [[100.0]]]), torch.tensor([1, 2])
         >>> grouped_linear(torch.arange(1.0, 5.0).unsqueeze(1), weight, sizes).squeeze()
         tensor([ 10., 200., 300.,   0.])

@@ -44,7 +44,6 @@ def rms_norm(
     `torch.nn.functional.rms_norm`.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
         >>> f = lambda x, w: rms_norm(x, w, "tp")
@@ -90,7 +89,6 @@ def layer_norm(
     Source: Ba et al. 2016, "Layer normalization"; `torch.nn.functional.layer_norm`.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
         >>> f = lambda x, w: layer_norm(x, w, "tp")

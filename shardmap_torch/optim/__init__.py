@@ -9,8 +9,7 @@ from shardmap_torch.contracts import export
 from shardmap_torch.errors import OptimizerError
 from shardmap_torch.optim.adamw import adamw
 from shardmap_torch.optim.norm import clip_by_global_norm, clip_grad_norm_, global_norm
-from shardmap_torch.optim.optimizer import Optimizer
-from shardmap_torch.optim.schedules import warmup_cosine
+from shardmap_torch.optim.optimizer import Optimizer, warmup_cosine
 from shardmap_torch.optim.sgd import sgd
 from shardmap_torch.optim.sync import gather_params, shard_params, sync_gradients
 from shardmap_torch.optim.zero import shard_over, zero

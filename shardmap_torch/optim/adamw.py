@@ -6,10 +6,8 @@ from typing import ClassVar
 import torch
 
 from shardmap_torch.errors import OptimizerError, show
-from shardmap_torch.optim.fused import fused_adamw
-from shardmap_torch.optim.lists import Tensors, as_number, foreach
-from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
-from shardmap_torch.optim.schedules import Rate
+from shardmap_torch.optim.lists import Tensors, as_number, foreach, fused_adamw
+from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Rate, Step, check_range
 
 
 def adamw(
@@ -43,7 +41,6 @@ def adamw(
     Source: Loshchilov and Hutter 2019; `torch.optim.AdamW`, `optax.adamw`.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch.optim import adamw
         >>> optimizer, params = adamw(0.1, weight_decay=0.0), {"w": torch.ones(2)}
         >>> params, state = optimizer.update(params, {"w": torch.ones(2)}, optimizer.init(params))

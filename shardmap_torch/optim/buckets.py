@@ -1,9 +1,4 @@
-"""Buckets: collectives of many small leaves run as few large ones, in flat buffers.
-
-A leaf is laid out as a matrix with one row per rank that its rows go to, or one row in all, and the
-matrices of a bucket are concatenated by columns. Under check="global" a bucket is a `local_region`:
-packing is per-rank code, and each leaf has the type and value that its own collective would give.
-"""
+"""Buckets: collectives of many small leaves run as few large ones, in flat buffers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +11,86 @@ from torch import Tensor
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.core.caching import lazy, memo
 from shardmap_torch.core.storage import spare
+from shardmap_torch.core.tree import (
+    Broadcast,
+    Placed,
+    Structure,
+    Tree,
+    broadcast_prefix,
+    broadcast_prefix_all,
+    opened,
+    rebuilt,
+)
+from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert, reduce_scatter
 from shardmap_torch.ops.body import is_checking, mesh_of_body
-from shardmap_torch.spec import P
+from shardmap_torch.spec import P, expanded, is_partition
 from shardmap_torch.types import I, V
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Leaves:
+    """The tensors of a tree in the order of `flatten`.
+
+    Attributes:
+        values: the tensors.
+        structure: puts them back into the tree.
+        match: their paths, and their specs over the finest axes of the mesh; plans are cached by
+            it, since it is one object for all trees alike.
+    """
+
+    values: list[Tensor]
+    structure: Structure
+    match: Broadcast[P]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path of each."""
+        return self.match.paths
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        """The spec of each."""
+        return self.match.specs
+
+
+def match_leaves(what: str, specs: Tree, tree: Tree, head: str) -> Leaves:
+    """Matches the leaves of `tree`, named `what` in paths, with a prefix tree of specs.
+
+    `specs` may be `Known`, and `tree` be `Flat`.
+
+    Raises:
+        SpecError: the specs do not match, or a leaf is no tensor; `head` begins its message.
+    """
+    values, structure = opened(tree)
+    matched: Broadcast[P] = broadcast_prefix_all(specs, structure, tree, what, is_partition)
+    others = [leaf for leaf in values if type(leaf) is not Tensor]
+    if matched.mismatches or not all([isinstance(leaf, Tensor) for leaf in others]):
+        raise SpecError(listing(head, [*map(str, matched.mismatches), *_others(specs, tree, what)]))
+    mesh = mesh_of_body()
+    aliases = () if mesh is None else mesh.aliases
+    return Leaves(values, structure, _finest(matched, aliases) if aliases else matched)
+
+
+@memo
+def _finest(
+    matched: Broadcast[P], aliases: tuple[tuple[str, tuple[str, ...]], ...]
+) -> Broadcast[P]:
+    specs = tuple([expanded(spec, aliases) for spec in matched.specs])
+    return Broadcast(matched.paths, specs, ())
+
+
+def _others(specs: Tree, tree: Tree, what: str) -> Iterator[str]:
+    """Yields the leaves that have a spec and are no tensors."""
+    for leaf in broadcast_prefix(rebuilt(specs), rebuilt(tree), what, is_partition):
+        if isinstance(leaf, Placed) and not isinstance(leaf.value, Tensor):
+            yield f"{leaf.path}: is no tensor but a {type(leaf.value).__name__}"
+
+
+# A leaf is laid out as a matrix with one row per rank that its rows go to, or one row in all, and
+# the matrices of a bucket are concatenated by columns. Under check="global" a bucket is a
+# `local_region`: packing is per-rank code, and each leaf has the type and value that its own
+# collective would give.
 
 Kind: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "slice"]
 

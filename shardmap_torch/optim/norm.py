@@ -17,7 +17,7 @@ from shardmap_torch.core.tree import Broadcast, Tree, closed, flatten, opened
 from shardmap_torch.errors import OptimizerError, SpecError, show
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.ops.body import mesh_of_body
-from shardmap_torch.optim.leaves import Leaves, match_leaves
+from shardmap_torch.optim.buckets import Leaves, match_leaves
 from shardmap_torch.optim.lists import foreach, is_number, placed_like
 from shardmap_torch.spec import P
 from shardmap_torch.types import I
@@ -53,7 +53,6 @@ def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> T
     Source: `optax.global_norm`, `torch.nn.utils.get_total_norm`.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> from shardmap_torch.optim import global_norm
         >>> mesh, specs = make_mesh((2,), ("tp",), kind="simulated"), {"w": P("tp"), "b": P()}
@@ -104,7 +103,6 @@ def clip_by_global_norm(
     Source: `optax.clip_by_global_norm`; Pascanu et al. 2013.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch.optim import clip_by_global_norm
         >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, max_norm=2.5)
         ({'w': tensor([1.5000, 2.0000])}, tensor(5.))
@@ -152,7 +150,6 @@ def clip_grad_norm_(
     Source: `torch.nn.utils.clip_grad_norm_`, which refuses such mixtures.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch.optim import clip_grad_norm_
         >>> w = torch.ones(2, requires_grad=True)
         >>> (w * torch.tensor([3.0, 4.0])).sum().backward()

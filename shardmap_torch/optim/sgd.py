@@ -8,8 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.errors import OptimizerError
 from shardmap_torch.optim.lists import Tensors, foreach
-from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Step, check_range
-from shardmap_torch.optim.schedules import Rate
+from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Rate, Step, check_range
 
 
 def sgd(
@@ -43,7 +42,6 @@ def sgd(
     Source: `torch.optim.SGD`, `optax.sgd`; Sutskever et al. 2013.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch.optim import sgd
         >>> optimizer, params = sgd(0.5), {"w": torch.ones(2)}
         >>> optimizer.update(params, {"w": torch.ones(2)}, optimizer.init(params))[0]

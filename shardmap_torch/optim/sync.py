@@ -13,8 +13,14 @@ from shardmap_torch.core.tree import Broadcast, Flat, Tree, closed
 from shardmap_torch.errors import ShardTypeError, SpecError, listing, read_names, show
 from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.ops.body import is_checking
-from shardmap_torch.optim.buckets import BUCKET_BYTES, Stage, Transfer, transfer_all
-from shardmap_torch.optim.leaves import Leaves, match_leaves
+from shardmap_torch.optim.buckets import (
+    BUCKET_BYTES,
+    Leaves,
+    Stage,
+    Transfer,
+    match_leaves,
+    transfer_all,
+)
 from shardmap_torch.spec import P
 from shardmap_torch.types import I, K, R
 
@@ -61,7 +67,6 @@ def sync_gradients(
     `finalize_model_grads`; Rajbhandari et al. 2020 (ZeRO).
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
         >>> from shardmap_torch.optim import sync_gradients
         >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
@@ -100,7 +105,6 @@ def shard_params(params: X, specs: Tree, into: Tree) -> X:
         SpecError: specs that do not match the parameters, or each other.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> from shardmap_torch.optim import shard_params
         >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
@@ -137,7 +141,6 @@ def gather_params(
     Source: the all-gather after the step of ZeRO stage 1 and 2 (Rajbhandari et al. 2020).
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> from shardmap_torch.optim import gather_params
         >>> mesh = make_mesh((2,), ("dp",), kind="simulated")

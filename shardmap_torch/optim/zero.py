@@ -51,7 +51,6 @@ def shard_over(params: Tree, specs: Tree, axis: Axis, mesh: Mesh) -> Tree:
     Source: `jax.sharding` specs of FSDP as in MaxText; torchtitan's per-parameter sharding (FSDP2).
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import P, make_mesh
         >>> from shardmap_torch.optim import shard_over
         >>> mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
@@ -131,7 +130,6 @@ def zero(
     `torch.distributed.optim.ZeroRedundancyOptimizer`; Megatron-LM's distributed optimizer.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
         >>> from shardmap_torch.optim import sgd, shard_over, zero
         >>> mesh, params = make_mesh((2,), ("dp",), kind="simulated"), {"w": torch.ones(4)}

@@ -54,7 +54,6 @@ def loss_parallel(
     on meshes of several axes, and stays on after an exception.
 
     Example:
-        >>> import torch
         >>> from torch.nn import functional
         >>> from shardmap_torch import loss_parallel, make_mesh
         >>> logits, target = torch.zeros(3, 4), torch.tensor([0, 3, 1])

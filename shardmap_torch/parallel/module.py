@@ -18,10 +18,10 @@ from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
-from shardmap_torch.parallel.bound import BoundModule
 from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, input_names
 from shardmap_torch.parallel.forwards import style_forward
 from shardmap_torch.parallel.plan import ROOT, Plan, make_plan
+from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 
@@ -96,7 +96,6 @@ def parallelize(
     Source: `torch.distributed.tensor.parallel.parallelize_module`.
 
     Example:
-        >>> import torch
         >>> from torch import nn
         >>> from shardmap_torch import ColwiseParallel, RowwiseParallel, make_mesh, parallelize
         >>> mesh = make_mesh((2,), ("tp",), kind="simulated")

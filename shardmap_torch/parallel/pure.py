@@ -1,13 +1,130 @@
-"""`functional`: a module as a pure function of its parameters."""
+"""Modules as pure functions: `functional`, and modules bound to other tensors without a change."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from operator import is_
+from types import MethodType
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from shardmap_torch.errors import SpecError, listing
-from shardmap_torch.parallel.bound import BoundModule
+
+# `torch.func.functional_call` puts the tensors into the module while it runs, where threads (the
+# ranks of a simulated mesh) would overwrite each other's. A copy costs some microseconds a module,
+# needs no restoring after an exception, and shows afterwards if the forward has set attributes.
+
+Adapt = Callable[[str, nn.Module], None]
+"""Function that changes the copy of the module at a path."""
+
+_OWN: Final = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+def leave_alone(path: str, copy: nn.Module) -> None:
+    """Changes nothing."""
+
+
+_RECOMPUTED: Final = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Attributes that torch's recurrent modules derive from their parameters in each forward."""
+
+
+class BoundModule:
+    """A copy of a module, and of all modules below it, whose parameters are other tensors.
+
+    Attributes:
+        root: the copy of the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+        adapt: Adapt = leave_alone,
+    ) -> None:
+        """Copies the tree of modules.
+
+        Args:
+            module: the module to copy.
+            parameters: by the names of `named_parameters`; a shared one under its first name.
+            buffers: by the names of `named_buffers`; None keeps the module's own.
+            adapt: called with each copy once the modules below it are copied.
+        """
+        self._modules = {id(each): path for path, each in module.named_modules()}
+        self._tensors = {id(p): parameters[name] for name, p in module.named_parameters()}
+        if buffers is not None:
+            self._tensors |= {id(b): buffers[name] for name, b in module.named_buffers()}
+        self._adapt = adapt
+        self._copies: dict[int, nn.Module] = {}
+        self._written: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = []
+        self.root = self._copy(module)
+
+    def check_unwritten(self) -> None:
+        """Requires that the forward has not set attributes, which would be lost.
+
+        Raises:
+            SpecError: names every attribute that was set.
+        """
+        names = [
+            f"{path}.{name}" if path else name
+            for path, now, before in self._written
+            if len(now) != len(before) or not all(map(is_, now.values(), before.values()))
+            for name in _changed(now, before)
+            if name not in _RECOMPUTED
+        ]
+        if names:
+            head = "The forward sets attributes of the module, and here it runs on a copy of it:"
+            raise SpecError(
+                listing(head, sorted(names))
+                + "\nFix: set them before the module is called, or return the values."
+            )
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        known = self._copies.get(id(module))
+        if known is not None:
+            return known
+        copy = self._copies[id(module)] = object.__new__(type(module))
+        state = vars(copy)
+        state.update(vars(module))
+        for table in ("_parameters", "_buffers"):
+            state[table] = {k: self._tensors.get(id(x), x) for k, x in state[table].items()}
+        state["_modules"] = {
+            name: child if child is None else self._copy(child)
+            for name, child in module._modules.items()
+        }
+        for name in vars(module).keys() - _OWN:
+            state[name] = self._rebind(state[name])
+        path = self._modules[id(module)]
+        self._adapt(path, copy)
+        self._written += [(path, each, dict(each)) for each in (state, copy._buffers)]
+        return copy
+
+    def _rebind(self, value: Any) -> Any:
+        """Rebinds an attribute to the copy: methods, and lists of modules or parameters."""
+        if isinstance(value, MethodType) and id(value.__self__) in self._modules:
+            owner: Any = value.__self__
+            return MethodType(value.__func__, self._copy(owner))
+        if type(value) in (list, tuple):
+            items = [self._counterpart(item) for item in value]
+            return value if all(map(is_, items, value)) else type(value)(items)
+        if type(value) is dict:
+            table = {key: self._counterpart(item) for key, item in value.items()}
+            return value if all(map(is_, table.values(), value.values())) else table
+        return value
+
+    def _counterpart(self, item: Any) -> Any:
+        if isinstance(item, nn.Module) and id(item) in self._modules:
+            return self._copy(item)
+        return self._tensors.get(id(item), item)
+
+
+def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[str]:
+    missing = object()
+    for name in now.keys() | before.keys():
+        if now.get(name, missing) is not before.get(name, missing):
+            yield name
+
 
 Params = dict[str, Tensor]
 

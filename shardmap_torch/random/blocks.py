@@ -33,7 +33,6 @@ def threefry(key: Tensor, counter: Tensor) -> Tensor:
     Source: Salmon et al., SC 2011, Threefry-2x32-20; `jax.extend.random.threefry_2x32`.
 
     Example:
-        >>> import torch
         >>> hex(threefry(torch.tensor(0), torch.tensor(0)).item())
         '0x6b20015999ba4efe'
     """

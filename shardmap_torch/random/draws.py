@@ -224,7 +224,6 @@ def dropout(
     Source: `torch.nn.functional.dropout`, `flax.linen.Dropout`.
 
     Example:
-        >>> import torch
         >>> from shardmap_torch import P, make_mesh, random, shard_map
         >>> mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
         >>> @shard_map(mesh=mesh, in_specs=(P(), P("dp")), out_specs=P("dp"), check="global")

@@ -16,7 +16,7 @@ from shardmap_torch.core.storage import memory_of
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.optim import Optimizer, adamw, warmup_cosine
 
-FUSED = importlib.import_module("shardmap_torch.optim.fused")
+FUSED = importlib.import_module("shardmap_torch.optim.lists")
 
 OPTIMIZER = adamw(
     warmup_cosine(0.1, steps=9), betas=(0.8, 0.9), weight_decay=0.3, decays=lambda p: p.ndim > 1
