@@ -1,24 +1,28 @@
 """FSDP: parameters sharded over a data axis, and gathered where they are used."""
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.checkpoint import checkpoint
+from shardmap_torch.core.caching import memo
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
-from shardmap_torch.core.tree import Placed, broadcast_prefix, flatten, unflatten
-from shardmap_torch.errors import LayerError, listing
-from shardmap_torch.nn.arguments import axes_of, to_replicate
-from shardmap_torch.nn.region import PerRank, Types
-from shardmap_torch.ops import all_gather
+from shardmap_torch.core.tree import Broadcast, flatten, unflatten
+from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.nn.arguments import to_replicate
 from shardmap_torch.ops.arguments import finest
-from shardmap_torch.ops.gather import gather_starter
-from shardmap_torch.spec import Entry, P
-from shardmap_torch.types import R
+from shardmap_torch.optim.buckets import (
+    Leaves,
+    Stage,
+    Transfer,
+    begin_gathers,
+    match_leaves,
+    transfer_all,
+)
+from shardmap_torch.spec import P
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -44,7 +48,7 @@ def fsdp_gather(params: X, specs: Any, axis: str) -> X:
         axis: the data axis.
 
     Raises:
-        LayerError: a leaf without a spec, or one in whose entry `axis` is not the last.
+        SpecError: a leaf without a spec, or one in whose entry `axis` is not the last.
         CollectiveError: outside a body, or an unknown axis.
 
     Source: Rajbhandari et al. 2020, "ZeRO" (stage 3); Zhao et al. 2023, "PyTorch FSDP".
@@ -62,8 +66,8 @@ def fsdp_gather(params: X, specs: Any, axis: str) -> X:
                 [1., 1.]])
     """
     if isinstance(specs, str):
-        raise LayerError("fsdp_gather takes the axis last: fsdp_gather(params, specs, axis).")
-    result: X = _gather_planned(_plan(params, axis, specs), axis)
+        raise SpecError("fsdp_gather takes the axis last: fsdp_gather(params, specs, axis).")
+    result: X = _gathered(*_plan(params, specs, axis), axis)
     return result
 
 
@@ -84,7 +88,7 @@ def fsdp_layer(function: Callable[..., Y], params: Any, *args: Any, specs: Any, 
         axis: as in `fsdp_gather`.
 
     Raises:
-        LayerError: as `fsdp_gather`.
+        SpecError: as `fsdp_gather`.
 
     Source: `torch.distributed.fsdp.fully_shard` with `reshard_after_forward`, together with
     activation checkpointing.
@@ -135,7 +139,7 @@ def fsdp_layers(
         axis: as in `fsdp_gather`.
 
     Raises:
-        LayerError: as `fsdp_gather`.
+        SpecError: as `fsdp_gather`.
 
     Source: Zhao et al. 2023, "PyTorch FSDP", section 3.3.2, forward and backward prefetching.
 
@@ -149,7 +153,7 @@ def fsdp_layers(
         tensor([[2., 2.],
                 [2., 2.]])
     """
-    early = _Early(layers, axis, specs)
+    early = _Early(layers, specs, axis)
 
     def run(shards: Any, index: int, x: Tensor, *args: Any) -> Tensor:
         return function(early.gather(shards, index), x, *args)
@@ -167,10 +171,10 @@ class _Early:
     that no gradient reaches are not recomputed.
     """
 
-    def __init__(self, layers: Sequence[Any], axis: str, specs: Any) -> None:
-        self._layers, self._axis, self._specs = layers, axis, specs
+    def __init__(self, layers: Sequence[Any], specs: Any, axis: str) -> None:
+        self._layers, self._specs, self._axis = layers, specs, axis
         self._recomputed: dict[int, bool] = {}
-        self._started: tuple[int, Any, list[Gather | None]] | None = None
+        self._begun: tuple[object, Any] = (None, None)
         self._has_run: set[int] = set()
 
     def note(self, index: int, operands: Any) -> None:
@@ -179,154 +183,67 @@ class _Early:
         self._recomputed[index] = any(map(can_receive_gradient, tensors))
 
     def gather(self, shards: Any, index: int) -> Any:
-        """Returns gathered parameters, and starts to gather those that are needed next."""
-        plan = _plan(shards, self._axis, self._specs)
-        params = _gather_planned(plan, self._axis, self._take(index, plan))
+        """Returns gathered parameters, and begins to gather those that are needed next."""
+        leaves, stage = _plan(shards, self._specs, self._axis)
+        (state, begun), self._begun = self._begun, (None, None)
+        is_theirs = begun is not None and state == (index, _state(leaves, stage))
+        params = _gathered(leaves, stage, self._axis, begun if is_theirs else None)
         is_first = index not in self._has_run
         self._has_run.add(index)
         following = index + 1 if is_first else index - 1
         if following < len(self._layers) if is_first else self._recomputed.get(following, False):
-            self._start(following)
+            self._begin(following)
         return params
 
-    def _start(self, index: int) -> None:
-        start = gather_starter(self._axis)
-        if start is None:
-            return
+    def _begin(self, index: int) -> None:
+        leaves, stage = _plan(self._layers[index], self._specs, self._axis)
         with torch.no_grad():
-            plan = _plan(self._layers[index], self._axis, self._specs)
-            gathers = [start(plan.buffer(group)) for group in plan.groups]
-        self._started = index, plan.state(), gathers
-
-    def _take(self, index: int, plan: "_Plan") -> Sequence["Gather | None"]:
-        """Returns the gathers of this layer that are under way, if they are of these shards."""
-        started, self._started = self._started, None
-        if started is None or started[:2] != (index, plan.state()):
-            return [None] * len(plan.groups)
-        return started[2]
+            begun = begin_gathers(leaves.values, stage, self._axis)
+        if begun is not None:
+            self._begun = (index, _state(leaves, stage)), begun
 
 
-Gather: TypeAlias = Callable[[Tensor], Tensor]
-"""A gather that is under way; see `gather_starter`."""
+def _state(leaves: Leaves, stage: Stage) -> list[tuple[int, int]]:
+    """Identifies the shards' values: their memory, and how often it was written."""
+    pairs = zip(leaves.values, stage.transfers, strict=True)
+    shards = [base_of(leaf) for leaf, transfer in pairs if transfer is not None]
+    return [(shard.data_ptr(), shard._version) for shard in shards]
 
 
-@dataclass
-class _Plan:
-    """The leaves of some parameters, and which of them are gathered together.
-
-    Attributes:
-        leaves: all of them; those that are gathered are replaced.
-        structure: of the pytree.
-        dims: the dim of each that the axis shards, or None.
-        groups: positions of those that share a buffer.
-    """
-
-    leaves: list[Any]
-    structure: Any
-    dims: list[int | None]
-    groups: list[list[int]]
-
-    def own_dims(self, group: Sequence[int]) -> list[int]:
-        """Returns the dims of the leaves of a group."""
-        return [dim for i in group if (dim := self.dims[i]) is not None]
-
-    def buffer(self, group: Sequence[int]) -> Tensor:
-        """Copies the shards of a group into one buffer."""
-        return flat_buffer([self.leaves[i] for i in group])
-
-    def state(self) -> list[tuple[int, int]]:
-        """Identifies the shards' values: their memory, and how often it was written."""
-        shards = [base_of(self.leaves[i]) for group in self.groups for i in group]
-        return [(shard.data_ptr(), shard._version) for shard in shards]
+def _plan(params: Any, specs: Any, axis: str) -> tuple[Leaves, Stage]:
+    """Matches parameters with their specs, and those that are sharded with their gathers."""
+    head = f"fsdp_gather over {axis!r}: the specs do not match:"
+    leaves = match_leaves("params", specs, params, head)
+    return leaves, _stage(leaves.match, finest((axis,)), head)
 
 
-def _plan(params: Any, axis: str, specs: Any) -> _Plan:
-    """Groups parameters by buffers.
-
-    In one buffer with a leaf that varies over another axis, an equal leaf would become varying.
-    """
-    leaves, structure = flatten(params)
-    placed = _placed(params, axis, specs)
-    dims = [_dim_of(leaf.spec, axis) for leaf in placed]
-    groups: dict[Any, list[int]] = {}
-    for i, (leaf, each) in enumerate(zip(leaves, placed, strict=True)):
-        if dims[i] is not None:
-            groups.setdefault((leaf.dtype, frozenset(each.spec.mentioned)), []).append(i)
-    return _Plan(leaves, structure, dims, list(groups.values()))
-
-
-def _gather_planned(plan: _Plan, axis: str, early: Sequence[Gather | None] = ()) -> Any:
-    """Gathers each group, or waits for its gather, and converts leaves that are not sharded."""
-    leaves = plan.leaves
-    gathers = early or [None] * len(plan.groups)
-    for group, gather in zip(plan.groups, gathers, strict=True):
-        region = gathered_shards(axis, plan.own_dims(group), gather)
-        for i, leaf in zip(group, region(*(leaves[i] for i in group)), strict=True):
-            leaves[i] = leaf
-    kept = [i for i, dim in enumerate(plan.dims) if dim is None]
-    converted = to_replicate([leaves[i] for i in kept], axis) if kept else []
-    for i, leaf in zip(kept, converted, strict=True):
-        leaves[i] = leaf
-    return unflatten(plan.structure, leaves)
-
-
-def flat_buffer(shards: Sequence[Tensor]) -> Tensor:
-    """Copies shards of one dtype into one buffer."""
-    return torch.cat([shard.flatten() for shard in shards])
-
-
-def gathered_shards(axis: str, dims: Sequence[int], early: Gather | None = None) -> PerRank:
-    """Makes the gather of shards of one dtype, each along its dim, in one flat buffer.
-
-    With `early` it waits for the gather of that buffer instead.
-    """
-    gather = early or partial(all_gather, axis=axis, tiled=False, dst=R)
-
-    def gather_in_one_buffer(*shards: Tensor) -> tuple[Tensor, ...]:
-        rows = gather(flat_buffer(shards))  # [n, elements of a rank]
-        parts = rows.split([shard.numel() for shard in shards], 1)
-        return tuple(
-            part.unflatten(1, shard.shape).movedim(0, dim).flatten(dim, dim + 1)
-            if shard.ndim
-            else part
-            for part, shard, dim in zip(parts, shards, dims, strict=True)
-        )
-
-    return PerRank(gather_in_one_buffer, partial(_gathered_types, axis=axis, dims=dims))
-
-
-def _gathered_types(
-    layouts: Sequence[P], ranks: Sequence[int], axis: str, dims: Sequence[int]
-) -> Types:
-    """Computes the types of the gather: each layout with `axis` last in its entry, and without."""
-    own = finest((axis,))
-    ins, outs = [], []
-    for layout, ndim, dim in zip(layouts, ranks, dims, strict=True):
-        entries: list[Entry] = [*layout.entries, *[None] * (ndim - len(layout.entries))]
-        others = tuple(name for name in axes_of(entries[dim] or ()) if name not in own)
-        outs.append(P(*entries[:dim], others or None, *entries[dim + 1 :]))
-        ins.append(P(*entries[:dim], (*others, *own), *entries[dim + 1 :]))
-    return tuple(ins), tuple(outs) if len(outs) > 1 else (outs[0],)
-
-
-def _placed(params: Any, axis: str, specs: Any) -> list[Placed[P]]:
-    """Matches each leaf with its spec, in which the axis must be last in its entry."""
-    leaves = list(broadcast_prefix(specs, params, "params", lambda leaf: isinstance(leaf, P)))
-    problems = []
-    for leaf in leaves:
-        if not isinstance(leaf, Placed):
-            problems.append(str(leaf))
-            continue
-        if any(axis in names and names[-1] != axis for _, names in leaf.spec.sharded_dims):
+@memo
+def _stage(match: Broadcast[P], own: tuple[str, ...], head: str) -> Stage:
+    problems, transfers = [], []
+    for path, spec in zip(match.paths, match.specs, strict=True):
+        entry = next(((dim, names) for dim, names in spec.sharded_dims if {*own} & {*names}), None)
+        if entry is not None and entry[1][-len(own) :] != own:
             problems.append(
-                f"{leaf.path}: {leaf.spec!r} shards by {axis!r} from the outside; gathered alone "
-                "it must be the last of its entry"
+                f"{path}: {spec!r} shards by {', '.join(map(repr, own))} from the outside; "
+                "gathered alone it must be the last of its entry"
             )
+        transfers.append(None if entry is None else _transfer(spec, *entry, own))
     if problems:
-        raise LayerError(listing(f"fsdp_gather over {axis!r}: the specs do not match:", problems))
-    return [leaf for leaf in leaves if isinstance(leaf, Placed)]
+        raise SpecError(listing(head, problems))
+    return Stage(tuple(transfers))
 
 
-def _dim_of(spec: P, axis: str) -> int | None:
-    """Finds the dim that the axis shards; None where it shards none."""
-    return next((dim for dim, names in spec.sharded_dims if axis in names), None)
+def _transfer(spec: P, dim: int, names: tuple[str, ...], own: tuple[str, ...]) -> Transfer:
+    entries = list(spec.entries)
+    entries[dim] = names[: -len(own)] or None
+    return Transfer("gather", own, dim, P(*spec.entries), P(*entries))
+
+
+def _gathered(leaves: Leaves, stage: Stage, axis: str, begun: Any = None) -> Any:
+    """Gathers the shards, one buffer a group, and converts what is not sharded."""
+    values = transfer_all(leaves.values, stage, sys.maxsize, None, begun=begun)
+    whole = [at for at, transfer in enumerate(stage.transfers) if transfer is None]
+    converted = to_replicate([values[at] for at in whole], axis) if whole else []
+    for at, leaf in zip(whole, converted, strict=True):
+        values[at] = leaf
+    return unflatten(leaves.structure, values)

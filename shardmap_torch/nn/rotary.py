@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.arguments import check_shards
-from shardmap_torch.nn.region import PerRank, per_rank
-from shardmap_torch.ops import axis_index
 from shardmap_torch.ops.arguments import Axis
+from shardmap_torch.random import iota
+from shardmap_torch.spec import P
 
 
 def positions(
@@ -29,7 +28,7 @@ def positions(
         device: of the result.
 
     Raises:
-        LayerError: the length does not divide over the ranks.
+        SpecError: the length does not divide over the ranks.
         CollectiveError: with `axis`, outside a body, or an unknown axis.
 
     Example:
@@ -40,19 +39,8 @@ def positions(
     """
     if axis is None:
         return torch.arange(length, device=device) + offset
-    own: Tensor = own_positions(length, axis, device)()
-    return own + offset
-
-
-def own_positions(length: int, axis: Axis, device: torch.device | str | None = None) -> PerRank:
-    """Makes the per-rank function of `positions`."""
-
-    @per_rank("->t", over={"t": axis})
-    def positions_of_own_shard() -> Tensor:
-        count = check_shards("positions", "positions", length, axis)
-        return axis_index(axis) * count + torch.arange(count, device=device)
-
-    return positions_of_own_shard
+    spec = P(axis if isinstance(axis, str) else tuple(axis))
+    return iota((length,), spec, device=device) + offset
 
 
 def rotary_tables(

@@ -8,7 +8,7 @@ from typing import Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.region import local_region
+from shardmap_torch.checker.queries import call_region
 from shardmap_torch.core.caching import lazy, memo
 from shardmap_torch.core.storage import spare
 from shardmap_torch.core.tree import (
@@ -24,8 +24,9 @@ from shardmap_torch.core.tree import (
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.ops import all_gather, all_reduce, axis_size, convert, reduce_scatter
 from shardmap_torch.ops.body import is_checking, mesh_of_body
+from shardmap_torch.ops.gather import gather_starter
 from shardmap_torch.spec import P, expanded, is_partition
-from shardmap_torch.types import I, V
+from shardmap_torch.types import I, R, V
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -92,7 +93,11 @@ def _others(specs: Tree, tree: Tree, what: str) -> Iterator[str]:
 # `local_region`: packing is per-rank code, and each leaf has the type and value that its own
 # collective would give.
 
-Kind: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "slice"]
+Kind: TypeAlias = Literal["all_reduce", "reduce_scatter", "all_gather", "gather", "slice"]
+"""Names of collectives; "gather" is an all_gather whose copies are R, used differently by ranks."""
+
+Begun: TypeAlias = Callable[[Tensor], Tensor] | None
+"""A gather of a buffer that is under way; see `gather_starter`."""
 
 BUCKET_BYTES: Final = 25 * 2**20
 """Size of a bucket, that of DistributedDataParallel: enough for a network's bandwidth."""
@@ -131,6 +136,9 @@ _COLLECTIVES: Final[Mapping[Kind, _One]] = {
     "all_gather": lambda x, axes, dim, dtype: all_gather(
         x, axes, dim=dim or 0, dst=I, comm_dtype=dtype
     ),
+    "gather": lambda x, axes, dim, dtype: all_gather(
+        x, axes, dim=dim or 0, dst=R, comm_dtype=dtype
+    ),
     "slice": lambda x, axes, dim, _: convert(x, axes, src=I, dst=V, dim=dim),
 }
 
@@ -153,37 +161,67 @@ def transfer_all(
     bucket_bytes: int,
     comm_dtype: torch.dtype | None,
     lends: bool = False,
+    begun: Mapping[tuple[int, ...], Begun] | None = None,
 ) -> list[Tensor]:
     """Runs the transfer of each leaf that has one, in common buffers where possible.
 
-    `lends`: whether the caller writes into no result, so that one may be its operand.
+    Args:
+        leaves: all leaves of a tree.
+        stage: their transfers.
+        bucket_bytes: the largest buffer.
+        comm_dtype: dtype in which values are sent.
+        lends: whether the caller writes into no result, so that one may be its operand.
+        begun: the gathers that `begin_gathers` has begun.
     """
     result = list(leaves)
     if stage.is_empty:
         return result
     transfers = stage.transfers
-    for places in _groups(stage, tuple([(x.dtype, x.device) for x in leaves])):
+    for places in _groups_of(stage, leaves):
+        under_way = begun.get(places) if begun else None
         group = [transfer for transfer in [transfers[at] for at in places] if transfer is not None]
         values = [leaves[place] for place in places]
-        if len(places) == 1:
+        if len(places) == 1 and under_way is None:
             result[places[0]] = group[0].run(values[0], comm_dtype)
             continue
-        move = partial(_move_group, group, bucket_bytes, comm_dtype, lends)
-        moved = _as_region(move, group)(*values)
+        move = partial(_move_group, group, bucket_bytes, comm_dtype, lends, under_way)
+        moved = _move_in_region(move, group, values)
         for place, value in zip(places, moved, strict=True):
             result[place] = value
     return result
 
 
-def _as_region(
-    move: Callable[..., tuple[Tensor, ...]], transfers: Sequence[Transfer]
-) -> Callable[..., tuple[Tensor, ...]]:
+def begin_gathers(
+    leaves: Sequence[Tensor], stage: Stage, axis: str
+) -> dict[tuple[int, ...], Begun] | None:
+    """Begins the gathers of a stage, for results needed later; None where nothing can be."""
+    start = None if _is_here((axis,)) else gather_starter(axis)
+    if start is None:
+        return None
+    found: dict[tuple[int, ...], Begun] = {}
+    for places in _groups_of(stage, leaves):
+        transfers = [stage.transfers[at] for at in places]
+        fronts = [_front(leaves[at], t) for at, t in zip(places, transfers, strict=True)]
+        found[places] = start(torch.cat([x.reshape(-1) for x in fronts]))
+    return found
+
+
+def _move_in_region(
+    move: Callable[..., tuple[Tensor, ...]],
+    transfers: Sequence[Transfer],
+    leaves: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
     # A region does nothing but under the checker.
     if torch.compiler.is_dynamo_compiling() or not is_checking():
-        return move
+        return move(*leaves)
     move.__name__ = f"{transfers[0].name}_buckets"  # shown in reports
-    sources, targets = tuple(t.src for t in transfers), tuple(t.dst for t in transfers)
-    return local_region(move, in_types=sources, out_types=targets)
+    types = tuple(t.src for t in transfers), tuple(t.dst for t in transfers)
+    moved: tuple[Tensor, ...] = call_region(move, lambda *_: types, *leaves)
+    return moved
+
+
+def _groups_of(stage: Stage, leaves: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return _groups(stage, tuple([(x.dtype, x.device) for x in leaves]))
 
 
 @memo
@@ -214,11 +252,14 @@ def _move_group(
     bucket_bytes: int,
     comm_dtype: torch.dtype | None,
     lends: bool,
+    begun: Begun,
     *leaves: Tensor,
 ) -> tuple[Tensor, ...]:
     """Moves the leaves of a group, in as many buffers as needed."""
     first = transfers[0]
-    if _is_here(first.axes):  # nothing is sent, and packing would be copies for that
+    if first.name != "gather" and _is_here(
+        first.axes
+    ):  # nothing is sent, and packing would be copies for that
         if first.name == "all_reduce":
             with spare(*leaves if lends else ()):
                 return all_reduce(leaves, first.axes, dst=I, comm_dtype=comm_dtype)
@@ -226,10 +267,10 @@ def _move_group(
     moved: list[Tensor] = []
     for places in _filled([x.nbytes for x in leaves], bucket_bytes):
         chosen, values = [transfers[place] for place in places], [leaves[place] for place in places]
-        if len(places) == 1:
+        if len(places) == 1 and begun is None:
             moved.append(chosen[0].run(values[0], comm_dtype))
         else:
-            moved += _move_bucket(chosen, values, comm_dtype)
+            moved += _move_bucket(chosen, values, comm_dtype, begun)
     return tuple(moved)
 
 
@@ -257,15 +298,20 @@ def _move_bucket(
     transfers: Sequence[Transfer],
     leaves: Sequence[Tensor],
     comm_dtype: torch.dtype | None,
+    begun: Begun,
 ) -> list[Tensor]:
     """Packs the leaves into one buffer, moves it, and unpacks the results."""
     name, axes = transfers[0].name, transfers[0].axes
     num_before, num_after = (axis_size(axes) if per_rank else 1 for per_rank in _ROWS[name])
-    fronts = [x.movedim(t.dim, 0) if t.dim else x for x, t in zip(leaves, transfers, strict=True)]
+    fronts = list(map(_front, leaves, transfers))
     buffer = torch.cat([x.reshape(num_before, -1) for x in fronts], dim=1)
     dim = None if name == "all_reduce" else 0
     with spare(buffer):
-        moved = _COLLECTIVES[name](buffer, axes, dim, comm_dtype)
+        if name == "gather":  # of a flat buffer, as `begin_gathers` sends it
+            gather = begun or partial(all_gather, axis=axes, tiled=False, dst=R)
+            moved = gather(buffer.squeeze(0))
+        else:
+            moved = _COLLECTIVES[name](buffer, axes, dim, comm_dtype)
     widths = [x.numel() // num_before for x in fronts]
     result = []
     for part, front, transfer in zip(moved.split(widths, dim=1), fronts, transfers, strict=True):
@@ -277,9 +323,15 @@ def _move_bucket(
     return result
 
 
+def _front(x: Tensor, transfer: Transfer | None) -> Tensor:
+    """Brings the dim of a transfer to the front."""
+    return x.movedim(transfer.dim, 0) if transfer is not None and transfer.dim else x
+
+
 _ROWS: Final[Mapping[Kind, tuple[bool, bool]]] = {
     "all_reduce": (False, False),
     "reduce_scatter": (True, False),
     "all_gather": (False, True),
+    "gather": (False, True),
 }
 """For each kind of bucket: whether a buffer has a row per rank, before and after."""

@@ -12,7 +12,7 @@ from tests.nn.support.cases import AXES, Case, assert_close, expected, on_mesh
 from tests.support.pool import Gloo
 
 MODULES = (
-    "experts.test_dropless",
+    "test_dropless",
     "test_attention",
     "test_budget",
     "test_cache",

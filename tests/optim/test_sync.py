@@ -20,6 +20,7 @@ from shardmap_torch import (
     validate_rule,
 )
 from shardmap_torch.checker.region import local_region
+from shardmap_torch.nn import fsdp_gather
 from shardmap_torch.optim import buckets, gather_params, shard_over, shard_params, sync_gradients
 from shardmap_torch.optim.sync import added
 from tests.optim.training import (
@@ -163,21 +164,22 @@ def test_the_promise_of_a_bucket_is_kept() -> None:
     """Simulated ranks compute what `check="global"` takes a bucket to be, backward included."""
     found: dict[str, tuple[Any, list[int]]] = {}
 
-    def spy(move: Any, in_types: Any, out_types: Any) -> Any:
-        region: Callable[..., Any] = local_region(move, in_types=in_types, out_types=out_types)
-
-        def recorded(*leaves: Tensor) -> Any:
-            found[move.__name__] = region, [leaf.ndim for leaf in leaves]
-            return region(*leaves)
-
-        return recorded
+    def spy(move: Any, types: Any, *leaves: Tensor) -> Any:
+        region: Callable[..., Any] = local_region(move, *types())
+        found[move.__name__] = region, [leaf.ndim for leaf in leaves]
+        return region(*leaves)
 
     mesh = make_mesh(MESH, AXES, kind="simulated", simulate="ranks")
-    with mock.patch.object(buckets, "local_region", spy):
+    with mock.patch.object(buckets, "call_region", spy):
         there_and_back(mesh)
         gradients(mesh, None)
         gradients(mesh, shards(mesh))
-    assert sorted(found) == ["all_gather_buckets", "all_reduce_buckets", "reduce_scatter_buckets"]
+        own = shard_map(
+            lambda p: fsdp_gather(p, P("dp"), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
+        )
+        own([random((8, 8), 0), random((8, 8), 1)])
+    kinds = ["all_gather", "all_reduce", "gather", "reduce_scatter"]
+    assert sorted(found) == [f"{kind}_buckets" for kind in kinds]
     for region, ndims in found.values():
         example = [random((8,) * ndim, seed) for seed, ndim in enumerate(ndims)]
         validate_rule(region, *example, num_ranks=2)
