@@ -9,7 +9,7 @@ import importlib
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,23 +25,7 @@ from shardmap_torch.kernels.planner import Fabric, Options, Plan, Problem
 
 CHOICE: Final = Choice("symmetric memory", 1)
 
-SIGNATURES: Final[Mapping[str, Mapping[str, str]]] = {
-    "fused_all_gather_matmul": {
-        "A": "Tensor",
-        "Bs": "List[Tensor]",
-        "gather_dim": "int",
-        "group_name": "str",
-        "return_A": "bool",
-    },
-    "fused_matmul_reduce_scatter": {
-        "A": "Tensor",
-        "B": "Tensor",
-        "reduce_op": "str",
-        "scatter_dim": "int",
-        "group_name": "str",
-    },
-}
-"""The arguments that `Symmetric` passes, by name and type; torch may have others with defaults."""
+OPERATORS: Final = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
 OVERLAPPING: Final = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """torch's switch for several ranks on one GPU, as tests have them."""
@@ -196,22 +180,12 @@ def lacking(device_type: str) -> str | None:
         importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError:
         return "this torch has none"
-    for name, arguments in SIGNATURES.items():
-        overload = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
-        if overload is None or not accepts(overload._schema, arguments):
-            return f"this torch has no operator symm_mem::{name}({', '.join(arguments)})"
-        key = device_type.upper()
-        if not has_kernel(f"symm_mem::{name}", key):
+    for name in OPERATORS:
+        if not hasattr(torch.ops.symm_mem, name):
+            return f"this torch has no operator symm_mem::{name}"
+        if not has_kernel(f"symm_mem::{name}", device_type.upper()):
             return f"symm_mem::{name} does not run on {device_type}"
     return None
-
-
-def accepts(schema: Any, arguments: Mapping[str, str]) -> bool:
-    """Returns whether an operator can be called with these arguments, in this order."""
-    ours = list(arguments.items())
-    theirs = [(argument.name, str(argument.type)) for argument in schema.arguments]
-    rest = schema.arguments[len(ours) :]
-    return theirs[: len(ours)] == ours and all(argument.has_default_value() for argument in rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """`match_specs`: specs for a tree of parameters, as patterns over the paths of its leaves."""
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from fnmatch import fnmatchcase
 from typing import Any
 
 import optree
@@ -50,7 +49,8 @@ def match_specs(tree: Tree, patterns: Mapping[str, P], *, default: P | None = No
     _require_specs(patterns, default)
     leaves, structure = flatten(tree)
     paths = leaf_paths(tree)
-    matches = [[glob for glob in patterns if _regex(glob).fullmatch(path)] for path in paths]
+    names = {pattern: pattern.split(".") for pattern in patterns}
+    matches = [[glob for glob in patterns if _matches(p.split("."), names[glob])] for p in paths]
     used = {pattern for matching in matches for pattern in matching}
     problems = [_unused(pattern, paths) for pattern in patterns if pattern not in used]
     specs = []
@@ -73,33 +73,16 @@ def leaf_paths(tree: Tree) -> list[str]:
     return [".".join(map(str, path)) for path in optree.tree_paths(tree, namespace=NAMESPACE)]
 
 
-_ANY_CHARACTERS, _ANY_NAMES = r"[^.]*", r"(?:[^.]+\.)*"
-
-
-@lru_cache(maxsize=4096)
-def _regex(pattern: str) -> re.Pattern[str]:
-    if not isinstance(pattern, str):
-        raise SpecError(f"match_specs: a pattern is a string, not {pattern!r}.")
-    *leading, last = pattern.split(".")
-    parts = [_ANY_NAMES if name == "**" else _name_regex(name) + r"\." for name in leading]
-    # A last `**` stands for at least the name of the leaf itself.
-    parts.append(_ANY_NAMES + r"[^.]+" if last == "**" else _name_regex(last))
-    return re.compile("".join(parts))
-
-
-def _name_regex(name: str) -> str:
-    tokens = re.findall(r"\[[^\]]+\]|.", name)
-    return "".join(_TOKENS.get(token, _literal(token)) for token in tokens)
-
-
-_TOKENS: Mapping[str, str] = {"*": _ANY_CHARACTERS, "?": r"[^.]"}
-
-
-def _literal(token: str) -> str:
-    if len(token) == 1:
-        return re.escape(token)
-    inside = token[1:-1].replace("\\", r"\\")
-    return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Returns whether the names of a path match those of a pattern."""
+    if not pattern:
+        return not names
+    first, *rest = pattern
+    if first == "**" and rest:
+        return any(_matches(names[count:], rest) for count in range(len(names) + 1))
+    if first == "**":  # the last one stands for at least the name of the leaf itself
+        return bool(names)
+    return bool(names) and fnmatchcase(names[0], first) and _matches(names[1:], rest)
 
 
 def _unused(pattern: str, paths: Sequence[str]) -> str:
@@ -112,6 +95,9 @@ def _unused(pattern: str, paths: Sequence[str]) -> str:
 def _require_specs(patterns: object, default: object) -> None:
     if not isinstance(patterns, Mapping):
         raise SpecError("match_specs: the patterns are a mapping from paths to P(...).")
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise SpecError(f"match_specs: a pattern is a string, not {pattern!r}.")
     for spec in (*patterns.values(), *((default,) if default is not None else ())):
         if not isinstance(spec, P):
             raise SpecError(f"match_specs: {show(spec)} is no P(...).")

@@ -23,7 +23,6 @@ from shardmap_torch.core.storage import spare
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     TorchDispatchMode,
-    dispatch_mode_stack,
 )
 from shardmap_torch.core.tree import flatten, map_leaves
 from shardmap_torch.errors import TransformError
@@ -352,12 +351,6 @@ def _counts_from_start(func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -
         return False
     at = names.index("storage_offset")
     return (args[at] if at < len(args) else kwargs.get("storage_offset")) is not None
-
-
-def is_recording() -> bool:
-    """Returns whether a run is recorded, which must not depend on what tensors hold."""
-    active = dispatch_mode_stack()
-    return bool(active) and isinstance(active[-1], OperatorTape)
 
 
 _COUNTS: Final = (

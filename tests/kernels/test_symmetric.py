@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import pytest
@@ -21,12 +21,28 @@ from shardmap_torch.kernels import (
 )
 from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
 from shardmap_torch.kernels.planner import ASSUMED_GPU
-from shardmap_torch.kernels.symmetric import SIGNATURES, GpuId, accepts
+from shardmap_torch.kernels.symmetric import OPERATORS, GpuId
 from tests.kernels.support.calls import body, normal, values_and_gradients
 from tests.kernels.support.symmetric import gather_of, scatter_of
 from tests.support.pool import Gloo
 
-GATHER, SCATTER = SIGNATURES
+SIGNATURES: Final[dict[str, dict[str, str]]] = {
+    "fused_all_gather_matmul": {
+        "A": "Tensor",
+        "Bs": "List[Tensor]",
+        "gather_dim": "int",
+        "group_name": "str",
+        "return_A": "bool",
+    },
+    "fused_matmul_reduce_scatter": {
+        "A": "Tensor",
+        "B": "Tensor",
+        "reduce_op": "str",
+        "scatter_dim": "int",
+        "group_name": "str",
+    },
+}
+"""The arguments that we pass, by name and type; torch may have others with defaults."""
 
 
 def test_the_installed_torch_has_the_operators_for_cuda_with_our_arguments() -> None:
@@ -34,31 +50,17 @@ def test_the_installed_torch_has_the_operators_for_cuda_with_our_arguments() -> 
     assert symmetric.lacking("cpu") == "symm_mem::fused_all_gather_matmul does not run on cpu"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fits"),
-    [
-        ("Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name", True),
-        ("Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, int k=1", True),
-        ("Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, int k", False),
-        ("Tensor A, Tensor B, str reduce_op, int dim, str group_name", False),
-        ("Tensor A, Tensor B, int scatter_dim, str reduce_op, str group_name", False),
-        ("Tensor A, Tensor[] B, str reduce_op, int scatter_dim, str group_name", False),
-        ("Tensor A, Tensor B, str reduce_op, int scatter_dim", False),
-    ],
-)
-def test_only_an_operator_that_takes_our_arguments_is_accepted(arguments: str, fits: bool) -> None:
-    schema = torch._C.parse_schema(f"symm_mem::{SCATTER}({arguments}) -> Tensor")
-    assert accepts(schema, SIGNATURES[SCATTER]) == fits
+def test_the_installed_operators_take_our_arguments() -> None:
+    for name, ours in SIGNATURES.items():
+        arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
+        theirs = [(each.name, str(each.type)) for each in arguments]
+        assert theirs[: len(ours)] == list(ours.items())
+        assert all(each.has_default_value() for each in arguments[len(ours) :])
 
 
-def test_an_operator_with_another_signature_is_lacking() -> None:
-    changed = {GATHER: {"A": "Tensor", "dim": "int"}}
-    with mock.patch.object(symmetric, "SIGNATURES", changed):
-        assert symmetric.lacking("cuda") == (
-            "this torch has no operator symm_mem::fused_all_gather_matmul(A, dim)"
-        )
-    with mock.patch.object(symmetric, "SIGNATURES", {"fused_nothing": {"A": "Tensor"}}):
-        assert symmetric.lacking("cuda") == "this torch has no operator symm_mem::fused_nothing(A)"
+def test_an_operator_that_this_torch_lacks_is_named() -> None:
+    with mock.patch.object(symmetric, "OPERATORS", ("fused_nothing",)):
+        assert symmetric.lacking("cuda") == "this torch has no operator symm_mem::fused_nothing"
     with mock.patch("importlib.import_module", side_effect=ImportError):
         assert symmetric.lacking("cuda") == "this torch has none"
 
@@ -102,8 +104,8 @@ def fused_body() -> Iterator[tuple[Operators, Endpoint]]:
         endpoint.device = torch.device("cuda", 0)
         endpoint._refusals.append(None)
         operators = Operators(endpoint.group)
-        library.impl(GATHER, operators.gather, "CPU")
-        library.impl(SCATTER, operators.scatter, "CPU")
+        library.impl(OPERATORS[0], operators.gather, "CPU")
+        library.impl(OPERATORS[1], operators.scatter, "CPU")
         try:
             yield operators, endpoint
         finally:
