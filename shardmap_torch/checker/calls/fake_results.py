@@ -147,6 +147,9 @@ def run_fake(
         TransformError: torch cannot find shapes through the transforms that are active.
     """
     try:
+        if op is _GROUPED_MM:
+            with mode:
+                return _grouped_result(*args, **kwargs)
         return _result(mode, key, op, args, kwargs)
     except RuntimeError as error:
         if forward_level() < 0 or "devices, meta and" not in str(error):
@@ -155,6 +158,28 @@ def run_fake(
             f"torch finds no shapes through these transforms at {call_site()}. Take derivatives "
             "in reverse mode in place of forward mode, as jacrev(grad(f)) for hessian(f)."
         ) from error
+
+
+_GROUPED_MM: Final = torch.ops.aten._grouped_mm.default
+
+
+def _grouped_result(
+    x: Tensor,
+    weights: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Makes the result of `grouped_mm`, whose meta kernel takes bfloat16 alone.
+
+    The kernels of devices take other dtypes too (aten/src/ATen/native/GroupedMMUtils.h).
+    """
+    shape = [x.shape[-2], weights.shape[-1]]
+    if x.ndim == weights.ndim == 3:
+        shape = [x.shape[0], *shape]
+    elif x.ndim == weights.ndim and offsets is not None:  # the groups are parts of what is summed
+        shape = [offsets.shape[0], *shape]
+    return x.new_empty(shape, dtype=out_dtype or x.dtype)
 
 
 def _result(

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.interpreter import gradients, proposals, scalars, user_code
@@ -39,7 +40,7 @@ from shardmap_torch.checker.rewrites.table import METADATA, rewritten
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
 from shardmap_torch.core.autograd_state import graph_nodes
-from shardmap_torch.core.functorch import base_of, tangents
+from shardmap_torch.core.functorch import base_of, can_receive_gradient, tangents
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
@@ -116,6 +117,16 @@ def _differentiable_somewhere(tensor: Tensor) -> bool:
         tensor = functorch.get_unwrapped(tensor)
 
 
+def _has_learned_mask(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **_: Any
+) -> bool:
+    """Returns whether a mask of attention needs a gradient.
+
+    torch takes a formula that has one then, but where torch.func.vmap hides that it is needed.
+    """
+    return attn_mask is not None and can_receive_gradient(attn_mask)
+
+
 class _Functions(TorchFunctionMode):
     """Function mode that handles differentiations, and marks values without a gradient."""
 
@@ -152,6 +163,8 @@ class _Functions(TorchFunctionMode):
             func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2)))
         ):
             self._interpreter.needs_ranks(name_of_hook(func) if func in HOOKS else "")
+        if func is scaled_dot_product_attention and _has_learned_mask(*args, **kwargs):
+            self._interpreter.needs_ranks("attention with a mask that needs a gradient")
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
