@@ -74,8 +74,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def shorten(config: Config, params: Params, layers: int | None) -> tuple[Config, Params]:
     """Keeps the first layers, or all."""
-    kept = params["layers"][:layers]
-    return replace(config, layers=len(kept)), {**params, "layers": kept}
+    first = params["layers"][:layers]
+    return replace(config, layers=len(first)), {**params, "layers": first}
 
 
 def held_out_loss(mesh: Mesh, config: Config, params: Params, batch: Tensor) -> float:

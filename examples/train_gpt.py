@@ -179,13 +179,13 @@ def show_sharding(run: Run, params: Params) -> None:
         visualize_sharding(value, mesh=run.mesh, spec=spec, console=run.console)
 
 
-def one_weight(layers: Params, lies: Params) -> dict[str, tuple[tuple[int, ...], P]]:
+def one_weight(layers: Params, specs: Params) -> dict[str, tuple[tuple[int, ...], P]]:
     """A weight and its spec by its name; those of a pipeline are of all layers.
 
     A table shows two sharded dims: of more, the first layer's or expert's.
     """
     stacked = isinstance(layers, dict)
-    down, spec = (layers, lies) if stacked else (layers[0], lies[0])
+    down, spec = (layers, specs) if stacked else (layers[0], specs[0])
     (*shape,), (*entries,) = down["down"].shape, spec["down"].entries
     names = ["layer"] * stacked + ["expert"] * (len(shape) - 2 - stacked) + ["hidden", "width"]
     while len(P(*entries).sharded_dims) > 2:

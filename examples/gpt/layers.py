@@ -52,12 +52,12 @@ def experts(x: Tensor, layer: Any, parallel: Parallel) -> tuple[Tensor, Tensor]:
 
 def _feed_forward(weights: Any, x: Tensor, length: int, parallel: Parallel) -> Tensor:
     """x [e/ep, n * t/tp, d] -> the same; `length` is t/tp."""
-    lies = parallel.between_layers(dim=2)
-    x = redistribute(x.unflatten(1, (-1, length)), "tp", src=lies, dst=R)
+    layout = parallel.between_layers(dim=2)
+    x = redistribute(x.unflatten(1, (-1, length)), "tp", src=layout, dst=R)
     n, t = x.shape[1:3]
     gate, up = (x.flatten(1, 2) @ w for w in weights["gate_up"].unbind(2))
     made = (functional.silu(gate) * up) @ weights["down"]
-    result: Tensor = redistribute(made.unflatten(1, (n, t)), "tp", src=Partial, dst=lies)
+    result: Tensor = redistribute(made.unflatten(1, (n, t)), "tp", src=Partial, dst=layout)
     return result.flatten(1, 2)
 
 

@@ -127,15 +127,15 @@ def forward(
     """Computes the logits, and how uneven the loads of each layer's experts are."""
     parallel = config.parallel
     drop = (dropout or Dropout()).shards(parallel.activations)
-    lies = _looked_up(params, config)
-    first = gathered(params["embedding"], lies["embedding"], parallel)
+    specs = _looked_up(params, config)
+    first = gathered(params["embedding"], specs["embedding"], parallel)
     x = drop(embed(tokens, first, parallel))  # [b, t/tp, d]
     tables = angles(tokens, x.dtype, config)
     balances: list[Tensor] = []
     for layer in _layers(params, config):
         x, balance = block(x, layer, tables, config, drop)
         balances += balance
-    last = gathered(head(params), head(lies), parallel)
+    last = gathered(head(params), head(specs), parallel)
     return unembed(x, last, config), balances
 
 
@@ -158,11 +158,11 @@ def unembed(x: Tensor, last: Params, config: Config) -> Tensor:
 def _layers(params: Params, config: Config) -> Iterator[Params]:
     """Yields this rank's shards of each layer; those of FSDP and of stages are gathered."""
     parallel, layers = config.parallel, params["layers"]
-    lies = _looked_up(params, config)["layers"]
+    specs = _looked_up(params, config)["layers"]
     if parallel.has_stages:
-        yield from unstack_layers(all_gather(gathered(layers, lies, parallel), "pp", dst=I))
+        yield from unstack_layers(all_gather(gathered(layers, specs, parallel), "pp", dst=I))
         return
-    for shards, each in zip(layers, lies, strict=True):
+    for shards, each in zip(layers, specs, strict=True):
         yield gathered(shards, each, parallel)
 
 
@@ -196,14 +196,14 @@ def _attention(x: Tensor, layer: Params, tables: Tables, config: Config) -> Tens
     return causal_attention(q, k, v, tables, config.parallel)
 
 
-def gathered(shards: Params, lies: Params, parallel: Parallel) -> Params:
+def gathered(shards: Params, specs: Params, parallel: Parallel) -> Params:
     """With FSDP, the parameters of which each rank of "dp" holds a part, of experts of "edp"."""
     if not parallel.has_sharded_params:
         return shards
     leaves, structure = optree.tree_flatten(shards)
-    specs = optree.tree_leaves(lies)
+    by_leaf = optree.tree_leaves(specs)
     for axis in ("dp", "edp"):
-        mine = {at: spec for at, spec in enumerate(specs) if axis in spec.mentioned}
+        mine = {at: spec for at, spec in enumerate(by_leaf) if axis in spec.mentioned}
         for at, leaf in nn.fsdp_gather({at: leaves[at] for at in mine}, mine, axis).items():
             leaves[at] = leaf
     return optree.tree_unflatten(structure, leaves)

@@ -15,7 +15,7 @@ def make_optimizer(
 ) -> Optimizer:
     """Takes pending gradients; sums and clips them, and steps where the moments lie."""
     rate = warmup_cosine(PEAK, steps=steps, warmup=warmup, final=PEAK / 10)
-    lies, moments = model.specs(config), model.moment_specs(config)
-    decays = optree.tree_map_with_path(lambda path, _: not path[-1].endswith("norm"), lies)
+    specs, moments = model.specs(config), model.moment_specs(config)
+    decays = optree.tree_map_with_path(lambda path, _: not path[-1].endswith("norm"), specs)
     plain = adamw(rate, betas=(0.9, 0.98), weight_decay=0.1, decays=decays)
-    return zero(plain, lies, moments, config.parallel.pending, max_norm=max_norm)
+    return zero(plain, specs, moments, config.parallel.pending, max_norm=max_norm)

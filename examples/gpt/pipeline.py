@@ -26,8 +26,8 @@ def value_and_grad(params: Params, batch: Tensor, config: Config) -> tuple[Tenso
     parallel = config.parallel
     tokens, targets = model.own_positions(batch, parallel)
     num_tokens = targets.numel() * axis_size(parallel.data)
-    lies = model.specs(config)
-    used, pull = vjp(lambda shards: model.gathered(shards, lies, parallel), params)
+    specs = model.specs(config)
+    used, pull = vjp(lambda shards: model.gathered(shards, specs, parallel), params)
     tables = model.angles(tokens, used["embedding"].dtype, config)
     x, pull_table = vjp(lambda table: embed(tokens, table, parallel), used["embedding"])
 

@@ -108,10 +108,10 @@ def _plain(config: Config, batch: Tensor) -> tuple[Step, Norm]:
 
 
 def _sharded(mesh: Mesh, config: Config, batch: Tensor) -> tuple[Step, Norm]:
-    lies = model.specs(config)
+    specs = model.specs(config)
     optimizer = make_optimizer(config, steps=1000)
-    params = device_put(model.init(config), mesh, lies)
-    state = device_put(optimizer.init(model.init(config)), mesh, optimizer.specs(lies))
+    params = device_put(model.init(config), mesh, specs)
+    state = device_put(optimizer.init(model.init(config)), mesh, optimizer.specs(specs))
     train = step.sharded_step(mesh, config, optimizer)
     placed = device_put(batch, mesh, P("dp"))
 
@@ -121,9 +121,9 @@ def _sharded(mesh: Mesh, config: Config, batch: Tensor) -> tuple[Step, Norm]:
         return float(full(loss))
 
     def norm(params: Params, batch: Tensor) -> Tensor:
-        return global_norm(step.loss_and_grads(params, batch, config)[1], lies)
+        return global_norm(step.loss_and_grads(params, batch, config)[1], specs)
 
-    measured = shard_map(norm, mesh=mesh, in_specs=(lies, P("dp")), out_specs=P())
+    measured = shard_map(norm, mesh=mesh, in_specs=(specs, P("dp")), out_specs=P())
     return run, lambda: float(full(measured(params, placed)))
 
 

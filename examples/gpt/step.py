@@ -41,9 +41,9 @@ def _value_and_grad(params: Params, batch: Tensor, config: Config) -> tuple[Tens
 
 def sharded_loss_and_grads(mesh: Mesh, config: Config) -> LossAndGrads:
     """`loss_and_grads` of global values."""
-    lies = model.specs(config)
+    specs = model.specs(config)
     body = partial(loss_and_grads, config=config)
-    return shard_map(body, mesh=mesh, in_specs=(lies, P("dp")), out_specs=(P(), lies))
+    return shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=(P(), specs))
 
 
 def sharded_step(
@@ -54,9 +54,9 @@ def sharded_step(
     replay: bool = False,
 ) -> Step:
     """One step of training, from gradients to new parameters, in one body."""
-    lies = model.specs(config)
-    state_lies = optimizer.specs(lies)
-    in_specs, out_specs = (lies, state_lies, P("dp")), (lies, state_lies, P())
+    specs = model.specs(config)
+    state_specs = optimizer.specs(specs)
+    in_specs, out_specs = (specs, state_specs, P("dp")), (specs, state_specs, P())
 
     @shard_map(mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check, replay=replay)
     def step(params: Params, state: State, batch: Tensor) -> tuple[Params, State, Tensor]:

@@ -25,16 +25,16 @@ Batches: TypeAlias = Iterable[Tensor]
 
 def make_optimizer(mesh: Mesh, config: Config, params: Params, rate: float) -> Optimizer:
     """AdamW whose moments are sharded over "dp" too (ZeRO); it sums and clips gradients."""
-    lies = model.specs(config)
-    shards = shard_over(params, lies, "dp", mesh)
-    return zero(adamw(rate, weight_decay=0.0), lies, shards, "dp", max_norm=MAX_NORM)
+    specs = model.specs(config)
+    shards = shard_over(params, specs, "dp", mesh)
+    return zero(adamw(rate, weight_decay=0.0), specs, shards, "dp", max_norm=MAX_NORM)
 
 
 def initial(mesh: Mesh, config: Config, params: Params, optimizer: Optimizer) -> State:
     """Places global parameters, and moments of zeros."""
-    lies = model.specs(config)
+    specs = model.specs(config)
     state = {"params": params, "optimizer": optimizer.init(params)}
-    return device_put(state, mesh, {"params": lies, "optimizer": optimizer.specs(lies)})
+    return device_put(state, mesh, {"params": specs, "optimizer": optimizer.specs(specs)})
 
 
 def train(
@@ -52,13 +52,13 @@ def train(
 
 def sharded_step(mesh: Mesh, config: Config, optimizer: Optimizer) -> Callable[..., Any]:
     """One step, from gradients to new parameters, in one body."""
-    lies = model.specs(config)
-    state_lies = optimizer.specs(lies)
+    specs = model.specs(config)
+    state_specs = optimizer.specs(specs)
 
     @shard_map(
         mesh=mesh,
-        in_specs=(lies, state_lies, P("dp")),
-        out_specs=(lies, state_lies, P()),
+        in_specs=(specs, state_specs, P("dp")),
+        out_specs=(specs, state_specs, P()),
         check="global",
     )
     def step(params: Params, state: Any, batch: Tensor) -> tuple[Params, Any, Tensor]:
@@ -72,8 +72,8 @@ def sharded_step(mesh: Mesh, config: Config, optimizer: Optimizer) -> Callable[.
 def sharded_loss(mesh: Mesh, config: Config) -> Callable[[Params, Tensor], Tensor]:
     """Mean nats a token of a batch."""
     body = partial(model.loss, config=config)
-    lies = model.specs(config)
-    return shard_map(body, mesh=mesh, in_specs=(lies, P("dp")), out_specs=P(), check="global")
+    specs = model.specs(config)
+    return shard_map(body, mesh=mesh, in_specs=(specs, P("dp")), out_specs=P(), check="global")
 
 
 def train_on_one_device(

@@ -104,13 +104,13 @@ def dynamic_update_slice(
 def _updated(
     operand: Tensor, update: Tensor, starts: Sequence[Index], dims: Sequence[int]
 ) -> Tensor:
-    """Writes along the first of the dims what is there with the others written."""
+    """Writes along the first of the dims its slice with the others written."""
     if not dims:
         return update.clone()
     dim, rest = dims[0], dims[1:]
     if rest:
-        there = dynamic_slice_in_dim(operand, starts[dim], update.shape[dim], dim)
-        update = _updated(there, update, starts, rest)
+        own = dynamic_slice_in_dim(operand, starts[dim], update.shape[dim], dim)
+        update = _updated(own, update, starts, rest)
     return dynamic_update_slice_in_dim(operand, update, starts[dim], dim)
 
 

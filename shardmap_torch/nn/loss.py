@@ -43,7 +43,7 @@ class Loss:
         if self.z_loss < 0:
             raise LayerError(f"{self.name}: z_loss={self.z_loss} is negative.")
 
-    def kept(self, targets: Tensor) -> Tensor | None:
+    def valid(self, targets: Tensor) -> Tensor | None:
         """Returns the mask of the positions that are not ignored; None if all count."""
         return None if self.ignore_index is None else targets != self.ignore_index
 
@@ -91,9 +91,9 @@ class Loss:
         nats = weighted - all_reduce(score, self.axis, dst=I)
         return nats + self.z_loss * (log_total + largest).square() if self.z_loss else nats
 
-    def reduce(self, nats: Tensor, kept: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    def reduce(self, nats: Tensor, valid: Tensor | None, scale: Tensor | None = None) -> Tensor:
         """Sums or averages, over the global batch, the positions that are not ignored."""
-        nats = nats if kept is None else nats.where(kept, 0)
+        nats = nats if valid is None else nats.where(valid, 0)
         if self.reduction == "none":
             return nats
         axes = axes_of(self.batch_axis)
@@ -101,8 +101,8 @@ class Loss:
         total = all_reduce(total, axes, dst=I) if axes else total
         if self.reduction == "sum":
             return total
-        counted = scale if kept is None or scale is None else scale * kept
-        counted = kept if counted is None else counted
+        counted = scale if valid is None or scale is None else scale * valid
+        counted = valid if counted is None else counted
         if counted is None:
             return total / (nats.numel() * (axis_size(axes) if axes else 1))
         count = counted.sum()
@@ -175,11 +175,11 @@ def vocab_parallel_cross_entropy(
         if class_weight is not None:
             raise LayerError(f"{name}: class_weight= is for integer targets; scale probabilities.")
         return loss.reduce(loss.nats(logits, targets), None)
-    kept = loss.kept(targets)
-    ids = targets if kept is None else targets.where(kept, 0)
+    valid = loss.valid(targets)
+    ids = targets if valid is None else targets.where(valid, 0)
     scale = None if class_weight is None else class_weight[ids]
     nats = loss.nats(logits, ids, own_scores(axis), scale, class_weight)
-    return loss.reduce(nats, kept, scale)
+    return loss.reduce(nats, valid, scale)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -212,14 +212,14 @@ def vocab_parallel_linear_cross_entropy(
         x: activations of the last layer.
         weight: this rank's columns of the unembedding.
         targets: as in `vocab_parallel_cross_entropy`; integers only.
-        axis: as there.
+        axis: as in `vocab_parallel_cross_entropy`.
         src: type of x over `axis`, as in `column_linear`.
         chunk_size: positions a chunk.
-        reduction: as there.
-        batch_axis: as there.
-        ignore_index: as there.
-        label_smoothing: as there.
-        z_loss: as there.
+        reduction: as in `vocab_parallel_cross_entropy`.
+        batch_axis: as in `vocab_parallel_cross_entropy`.
+        ignore_index: as in `vocab_parallel_cross_entropy`.
+        label_smoothing: as in `vocab_parallel_cross_entropy`.
+        z_loss: as in `vocab_parallel_cross_entropy`.
 
     Raises:
         LayerError: shapes that do not match, arguments out of range, or targets that are
@@ -252,10 +252,10 @@ def vocab_parallel_linear_cross_entropy(
         )
     if chunk_size < 1:
         raise LayerError(f"{name}: chunk_size={chunk_size} is not positive.")
-    kept = loss.kept(targets)
-    ids = targets if kept is None else targets.where(kept, 0)
+    valid = loss.valid(targets)
+    ids = targets if valid is None else targets.where(valid, 0)
     nats: Tensor = chunked_nats(loss, chunk_size)(x, weight, ids)
-    return loss.reduce(nats, kept)
+    return loss.reduce(nats, valid)
 
 
 def chunked_nats(loss: Loss, chunk_size: int) -> PerRank:

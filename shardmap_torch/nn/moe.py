@@ -236,10 +236,10 @@ def dropless_moe(
 
     def routed(x: Tensor, shares: Tensor, chosen: Tensor, *leaves: Tensor) -> Tensor:
         sizes = one_hot(chosen, num_experts, torch.int64).sum((0, 1, 2))
-        there = chosen.flatten().argsort(stable=True)  # this rank's choices, by expert
-        rows = x.flatten(0, 1).index_select(0, there // num_selected)
+        by_expert = chosen.flatten().argsort(stable=True)  # this rank's choices
+        rows = x.flatten(0, 1).index_select(0, by_expert // num_selected)
         outputs = _exchanged(rows, sizes, axis, room, partial(apply, leaves))
-        own = outputs.index_select(0, there.argsort()).unflatten(0, chosen.shape)
+        own = outputs.index_select(0, by_expert.argsort()).unflatten(0, chosen.shape)
         weighted: Tensor = own * shares.unsqueeze(-1)
         return weighted.sum(2)
 

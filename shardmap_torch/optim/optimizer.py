@@ -121,13 +121,13 @@ class Elementwise(Optimizer):
     moments: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def moment_names(self) -> tuple[str, ...]:
         """The moments that the state has."""
         return self.moments
 
     @lazy
     def _known_decays(self) -> Tree:
-        """The pytree prefix of those that decay, told apart by identity."""
+        """The pytree prefix of those that decay, compared by identity."""
         return known(self.decays)
 
     @abstractmethod
@@ -145,11 +145,11 @@ class Elementwise(Optimizer):
 
         device = next((p.device for p in flatten(params)[0]), None)
         step = torch.zeros((), dtype=torch.int64, device=device)
-        return {"step": step, **{name: zeros() for name in self.kept}}
+        return {"step": step, **{name: zeros() for name in self.moment_names}}
 
     def specs(self, params: Tree) -> State:
         """Returns the specs of the state: the parameters' for moments, a replicated step."""
-        return {"step": P(), **dict.fromkeys(self.kept, params)}
+        return {"step": P(), **dict.fromkeys(self.moment_names, params)}
 
     def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
         """Returns parameters and state after one step.
@@ -161,7 +161,7 @@ class Elementwise(Optimizer):
             OptimizerError: the trees differ; lists every leaf that does.
         """
         leaves, structure = opened(params)
-        trees = [grads, *(state[name] for name in self.kept)]
+        trees = [grads, *(state[name] for name in self.moment_names)]
         shapes = [p.shape for p in leaves]
         columns = [_like(tree, params, shapes, structure) for tree in trees]
         number = state["step"] + 1
@@ -180,7 +180,7 @@ class Elementwise(Optimizer):
             updated = tuple([list(map(placed_like, column, leaves)) for column in updated])
         trees = [unflatten(structure, column) for column in updated[1:]]
         new = closed(params, structure, updated[0])
-        return new, {"step": number, **dict(zip(self.kept, trees, strict=True))}
+        return new, {"step": number, **dict(zip(self.moment_names, trees, strict=True))}
 
     def _decayed(self, params: Tree, structure: Structure, leaves: Sequence[Tensor]) -> list[float]:
         """Returns the decay of each leaf."""

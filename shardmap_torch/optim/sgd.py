@@ -67,7 +67,7 @@ class _SGD(Elementwise):
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def moment_names(self) -> tuple[str, ...]:
         return self.moments if self.momentum else ()
 
     def step(
@@ -76,8 +76,8 @@ class _SGD(Elementwise):
         grads = self._with_decay(params, grads, at)
         change = grads
         if moments:
-            kept = foreach("mul", moments[0], self.momentum)
-            moments = [foreach("add", kept, self._dampened(grads, at))]
+            buffer = foreach("mul", moments[0], self.momentum)
+            moments = [foreach("add", buffer, self._dampened(grads, at))]
             change = moments[0]
             if self.nesterov:
                 change = foreach("add", grads, foreach("mul", moments[0], self.momentum))

@@ -160,7 +160,7 @@ class _Zero(Optimizer):
 
     @lazy
     def _known_specs(self) -> tuple[Tree, Tree]:
-        """Those of the parameters and of the shards, told apart by identity."""
+        """Those of the parameters and of the shards, compared by identity."""
         return known(self.own), known(self.shards)
 
     def init(self, params: Tree) -> State:

@@ -237,8 +237,8 @@ def dropout(
         raise ShardMapError(f"random.dropout: p is a probability in [0, 1), not {p}.")
     if not training or p == 0.0:
         return x
-    kept = bernoulli(key, 1.0 - p, _global_shape(x, spec), spec=spec, device=x.device)
-    return torch.where(kept, x / (1.0 - p), 0.0)
+    mask = bernoulli(key, 1.0 - p, _global_shape(x, spec), spec=spec, device=x.device)
+    return torch.where(mask, x / (1.0 - p), 0.0)
 
 
 def _global_shape(x: Tensor, spec: P | None) -> list[int]:
