@@ -5,7 +5,7 @@ import sysconfig
 from traceback import walk_tb
 from typing import Any, Final
 
-from shardmap_torch.checker.interpreter import modes
+from shardmap_torch.checker.interpreter import modes, operations
 from shardmap_torch.checker.ir.paths import Branches
 from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rewrites import distributed
@@ -35,7 +35,8 @@ def require_end_of_path(request: Request, branches: Branches, error: Exception) 
         raise ShardTypeError(f"{name}: {type(error).__name__}: {error}") from error
 
 
-_CHECKER: Final = modes.__file__
+_CHECKER: Final = (modes.__file__, operations.__file__)
+"""Files that call torch on values without data: what fails below is no `raise` of the body's."""
 _STANDARD: Final = sysconfig.get_path("stdlib")
 
 
@@ -47,7 +48,7 @@ def is_raised_by_body(error: BaseException) -> bool:
     """
     frames = list(walk_tb(error.__traceback__))
     codes = [frame.f_code for frame, _ in frames if frame.f_code not in modes.HANDS_ON]
-    if not codes or any(code.co_filename == _CHECKER for code in codes):
+    if not codes or any(code.co_filename in _CHECKER for code in codes):
         return False
     last = _last(error)
     code = last.tb_frame.f_code
