@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardmap_torch.control.messages import by_ranks
 from shardmap_torch.control.recorder import Dump, Entry, dump_folder, read_dump
 from shardmap_torch.errors import PostmortemError
 
@@ -37,13 +38,13 @@ def compare(dumps: Sequence[Dump]) -> str:
     for seq in range(first, last + 1):
         at = {rank: entries.get(seq) for rank, entries in by_rank.items()}
         if len({None if entry is None else entry.what for entry in at.values()}) > 1:
-            lines += [f"first difference, at #{seq}:", *_by_text(_described(at, by_rank))]
+            lines += [f"first difference, at #{seq}:", *_lines(_described(at, by_rank))]
             break
     else:
         begun = {rank: entries.get(last) for rank, entries in by_rank.items()}
-        lines += ["no difference; the last collective:", *_by_text(_described(begun, by_rank))]
+        lines += ["no difference; the last collective:", *_lines(_described(begun, by_rank))]
     reasons = {dump.rank: dump.reason.splitlines()[0] for dump in dumps if dump.reason}
-    return "\n".join([*lines, *(["reasons:", *_by_text(reasons)] if reasons else [])])
+    return "\n".join([*lines, *(["reasons:", *_lines(reasons)] if reasons else [])])
 
 
 def _described(
@@ -58,13 +59,8 @@ def _described(
     return {rank: text(rank, entry) for rank, entry in at.items()}
 
 
-def _by_text(texts: Mapping[int, str]) -> list[str]:
-    """Formats one line for each text, with the ranks that have it."""
-    lines = []
-    for text in dict.fromkeys(texts.values()):
-        ranks = [rank for rank, other in texts.items() if other == text]
-        lines.append(f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}")
-    return lines
+def _lines(texts: Mapping[int, str]) -> list[str]:
+    return [f"  {line}" for line in by_ranks(texts, ": ")]
 
 
 def _ranges(ranks: Sequence[int]) -> str:

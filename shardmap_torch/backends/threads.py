@@ -6,7 +6,7 @@ draws included, and a deadlock is found at once instead of hanging.
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +19,7 @@ from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.reference import REFERENCE, Stack
 from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.control.messages import by_ranks, ranks_text
 from shardmap_torch.core.autocasting import State, autocast_state, with_autocast, without_autocast
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import current_graph_task_id, forward_level
@@ -168,17 +169,7 @@ class Rendezvous:
     def _returned(self) -> Iterator[str]:
         gone = sorted(set(range(self.mesh.size)) - set(self._waiting) - self._ready)
         if gone:
-            yield f"{_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
-
-
-def by_ranks(text_of: Mapping[int, str]) -> Iterator[str]:
-    """Yields a line for each different text, as in `ranks 0, 2 in all_reduce(...)`."""
-    for text in dict.fromkeys(text_of.values()):
-        yield f"{_ranks([rank for rank, other in text_of.items() if other == text])} {text}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+            yield f"{ranks_text(gone)} {'has' if len(gone) == 1 else 'have'} returned"
 
 
 _NO_FORWARD_MODE: Final = (

@@ -1,6 +1,6 @@
 """Texts of errors about ranks, and of the first difference between their programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from shardmap_torch.control.board import PATIENCE, Status
@@ -33,6 +33,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + shown + more
 
 
+def by_ranks(texts: Mapping[int, str], between: str = " ") -> Iterator[str]:
+    """Yields a line for each different text, as in `ranks 0, 2 in all_reduce(...)`."""
+    for text in dict.fromkeys(texts.values()):
+        ranks = [rank for rank, other in texts.items() if other == text]
+        yield f"{ranks_text(ranks)}{between}{text}"
+
+
 def describe_ranks(
     size: int,
     statuses: Mapping[int, Status],
@@ -50,16 +57,15 @@ def describe_ranks(
         failure: of the store; empty if it answers.
     """
     lines = [f"  missing: {ranks_text(missing)}"] if missing else []
-    texts: dict[str, list[int]] = {}
+    texts: dict[int, str] = {}
     for rank in range(size):
         known = statuses.get(rank)
-        what = known.what if known is not None else "has never been heard of"
+        texts[rank] = known.what if known is not None else "has never been heard of"
         silence = silences.get(rank, 0.0)
         if silence > _SILENT:
-            what += f"; not heard of for {silence:.0f} s: frozen, dead or unreachable"
-        texts.setdefault(what, []).append(rank)
-    shown = list(texts.items())
-    lines += [f"  {ranks_text(ranks)} {what}" for what, ranks in shown[:16]]
+            texts[rank] += f"; not heard of for {silence:.0f} s: frozen, dead or unreachable"
+    shown = [f"  {line}" for line in by_ranks(texts)]
+    lines += shown[:16]
     if len(shown) > 16:
         lines.append(f"  and {len(shown) - 16} more")
     if failure:
@@ -84,7 +90,8 @@ def difference(name: str, texts: Mapping[int, str], sites: Mapping[int, str]) ->
         texts: the program of each rank, in lines.
         sites: the line of the user's code at which each rank is.
     """
-    places = "; ".join(f"{ranks_text(ranks)} at {site}" for site, ranks in _by_text(sites).items())
+    known = {rank: sites[rank] or "an unknown line" for rank in sorted(sites)}
+    places = "; ".join(by_ranks(known, " at "))
     plain = {rank: without_sites(text) for rank, text in texts.items()}
     first = min(texts)
     others = [rank for rank in texts if plain[rank] != plain[first]]
@@ -117,10 +124,3 @@ def _first_difference(one: str, two: str) -> tuple[str, str]:
     shorter = min(len(ours), len(theirs))
     mine, other = ("".join(lines[shorter:][:1]) or "  its end" for lines in (ours, theirs))
     return mine, other
-
-
-def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    ranks_of: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        ranks_of.setdefault(texts[rank] or "an unknown line", []).append(rank)
-    return ranks_of

@@ -12,12 +12,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, by_ranks, show_tensor
+from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, show_tensor
 from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.matching import crosses
 from shardmap_torch.boundary.shards import global_of, locals_of
 from shardmap_torch.checker.guards.walk import Walk
 from shardmap_torch.collectives.autograd import TypedFunction
+from shardmap_torch.control.messages import by_ranks
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import can_receive_gradient, reject_batched_gradients
 from shardmap_torch.core.storage import unviewed
