@@ -14,10 +14,8 @@ from typing import Any, Final, NoReturn
 import torch
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.cache_key import Signature, around, signature, split
-from shardmap_torch.checker.guards.captured_state import Surroundings
+from shardmap_torch.checker.guards.cache_key import CapturedState, Signature, signature, split
 from shardmap_torch.checker.guards.monitor import Departure, Difference
-from shardmap_torch.checker.guards.places import looking
 from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
@@ -37,9 +35,8 @@ from shardmap_torch.run.recorded.recordings import Recordings, require_recordabl
 from shardmap_torch.run.runtimes import is_simulated, runtime_of
 from shardmap_torch.run.safety.error_posting import posting_errors
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
-from shardmap_torch.run.safety.own_state import own_state
+from shardmap_torch.run.safety.own_state import own_state, undoing
 from shardmap_torch.run.safety.plain_inputs import PlainInputs
-from shardmap_torch.run.safety.purity import Before, verify_purely
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.safety.step_results import differentiated_once
 
@@ -74,7 +71,11 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
 
 
 class Checked:
-    """The checker's verdicts on one function, by signature."""
+    """The checker's verdicts on one function, by signature.
+
+    A call is looked up (`_find`) or checked (`_check`), agreed on by processes (`_agreed`), and run
+    (`_run_once`); once more if a run departs from its program.
+    """
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Checked:
         With `debug` each call compares its plain inputs; with `replay` operators are recorded.
         """
         self._name, self._strictness = name, strictness
-        self._surroundings = Surroundings(function)
+        self._captured = CapturedState(function)
         self._verdicts: Memo[_Known] = Memo()
         self._changing, self._calls = Changing(name), 0
         self._history = History()
@@ -102,8 +103,9 @@ class Checked:
             ShardTypeError: the program is not well-typed, or would compute wrong gradients.
         """
         if strictness is not None and strictness != self._strictness:
-            return verify(call, strictness)
-        return self._find(signature(call, self._surroundings), call).verdict
+            self._captured.key(call)
+            return self._verify(call, partial(verify, strictness=strictness))
+        return self._find(signature(call, self._captured), call).verdict
 
     def traced(self, call: Call) -> Verdict:
         """Returns the verdict of a call that is being compiled; all ranks compare what is new.
@@ -115,7 +117,7 @@ class Checked:
             ShardTypeError: as `verdict`.
             CollectiveMismatchError: the processes compile different programs.
         """
-        key = signature(call, self._surroundings)
+        key = signature(call, self._captured)
         known = self._verdicts.find(key)
         is_compared = known is not None and known.description is not None
         if is_compared or current() is None or call.mesh.kind not in PROCESS_KINDS:
@@ -130,58 +132,61 @@ class Checked:
             CollectiveMismatchError: the processes do not run the same program.
         """
         self._calls += 1
-        key = signature(call, self._surroundings)
+        key = signature(call, self._captured)
         if call.mesh.kind not in PROCESS_KINDS:
-            return self._run_checked(key, call, run, False)
+            return self._run_checked(key, call, run)
         try:
-            return posting_errors(
-                call.mesh, self._name, lambda: self._run_checked(key, call, run, True)
-            )
+            return posting_errors(call.mesh, self._name, lambda: self._run_checked(key, call, run))
         except CollectiveMismatchError:
             self._forget(key, call)  # what a rank differs in may hide from the key, as in a file
             raise
 
-    def _run_checked(self, key: Signature, call: Call, run: Run, processes: bool) -> Tree:
-        difference: Difference | None = None
+    def _run_checked(self, key: Signature, call: Call, run: Run) -> Tree:
+        compares = call.mesh.kind in PROCESS_KINDS and current() is not None
+        departed: Difference | None = None
         for _ in range(_RUNS):
-            compares = processes and current() is not None
-            known = self._agreed(key, call, difference) if compares else self._find(key, call)
-            verdict = known.verdict
-            if compares and difference is None:
-                gather = partial(runtime_of(call.mesh).gather, call.mesh)
-                self._inputs.require_equal(call, gather)
+            known = self._agreed(key, call, departed) if compares else self._find(key, call)
+            if compares and departed is None:
+                self._inputs.require_equal(call, partial(runtime_of(call.mesh).gather, call.mesh))
             try:
-                late = partial(self._stop, processes, _LATE)
-                applied = verdict.apply(call, late)
-                if verdict.traits.averages:
-                    from shardmap_torch.run.safety.ignored_targets import counting_all
-
-                    applied = replace(applied, function=counting_all(call.name, call.function))
-                if self._replay:
-                    applied = replace(applied, recordings=self._recordings(call, known))
-                if verdict.altered:
-                    self._verdicts.forget(key)  # it is about the objects that were changed
-                    with own_state(applied, verdict.altered) as apart:
-                        found = run(apart, verdict.batches)
-                else:
-                    found = run(applied, verdict.batches)
-                refusal = verdict.refusal
-                return found if refusal is None else differentiated_once(call, found, refusal)
+                return self._run_once(call, known, run)
             except Departure as departure:
-                difference = departure.difference
+                departed = departure.difference
             self._forget(key, call)
-        assert difference is not None  # or the first run would have returned
-        self._stop(processes, _CHANGING, difference)
+        assert departed is not None  # or a run would have returned
+        self._stop(call, _CHANGING, departed)
+
+    def _run_once(self, call: Call, known: "_Known", run: Run) -> Tree:
+        """Runs a call.
+
+        Raises:
+            Departure: it does not do what its verdict is about.
+        """
+        verdict = known.verdict
+        applied = verdict.apply(call, partial(self._stop, call, _LATE))
+        if verdict.traits.averages:
+            from shardmap_torch.run.safety.ignored_targets import counting_all
+
+            applied = replace(applied, function=counting_all(call.name, call.function))
+        if self._replay:
+            applied = replace(applied, recordings=self._recordings(call, known))
+        if verdict.altered and is_simulated(call.mesh):
+            with own_state(applied, self._captured.states(call), verdict.altered) as apart:
+                # What a batched program leaves in the data would be tensors that ended with it.
+                found = run(apart, False)
+        else:
+            found = run(applied, verdict.batches)
+        refusal = verdict.refusal
+        return found if refusal is None else differentiated_once(call, found, refusal)
 
     def _recordings(self, call: Call, known: "_Known") -> Callable[..., Any]:
         """Returns what runs the recorded operators of a call."""
         if known.recordings is None:
             require_recordable(call, known.verdict)
             known.recordings = Recordings(self._name)
-        run, order = known.recordings.run, entry_order(call.structure)
         static = [call.leaves[position] for position in call.match.static]
-        tensors = around(call, self._surroundings).tensors
-        return partial(run, tensors, order, static)
+        tensors = self._captured.tensors(call)
+        return partial(known.recordings.run, tensors, entry_order(call.structure), static)
 
     def _forget(self, key: Signature, call: Call) -> None:
         self._verdicts.forget(key)
@@ -200,53 +205,52 @@ class Checked:
 
     def _find(self, key: Signature, call: Call) -> "_Known":
         known = self._verdicts.find(key)
-        return self._verdicts.get(key, lambda: self._know(key, call)) if known is None else known
+        if known is not None:
+            return known
+        return self._verdicts.get(key, lambda: _Known(self._check(key, call)))
 
-    def _know(self, key: Signature, call: Call) -> "_Known":
+    def _check(self, key: Signature, call: Call) -> Verdict:
+        """Returns the verdict on all sizes like those of a call, or else on these alone."""
         known = self._history.find(key, call)
-        if known is None:
-            # torch's checkpoint, around the call, would keep or recompute what the check computes.
-            torch.clear_autocast_cache()
-            with autograd_state.set_aside(), postponing_full_collections():
-                known = self._make(key, call)
-            torch.clear_autocast_cache()  # it has casts without data of what the body refers to
-        return _Known(known)
-
-    def _make(self, key: Signature, call: Call) -> Verdict:
-        """Checks a call, for all sizes like its own or else for these alone."""
+        if known is not None:
+            return known
         if self._calls <= 1:
             watch_remaking(self, self._name, call.function)
         # Each rank would have to run the body once for each item of the batch.
         arguments = set(map(id, call.leaves))
-        hidden = (x for x in around(call, self._surroundings).tensors if id(x) not in arguments)
+        hidden = (x for x in self._captured.tensors(call) if id(x) not in arguments)
         if any(map(is_batched, hidden)):
             raise closed_over_outer(self._name, "batches")
-        derived = self._history.derive(key, call, self._derive, partial(self._verify, call))
+        exactly = partial(self._verify, call, partial(verify, strictness=self._strictness))
+        derived = self._history.derive(key, call, self._derive, exactly)
         if derived is not None:
             return derived
         numbers = self._history.structural(key, call)
-        self._changing.checked(self._calls, split(key, call, self._surroundings), numbers)
-        verdict = self._verify(call)
+        self._changing.checked(self._calls, split(key, call, self._captured), numbers)
+        verdict = exactly()
         self._changing.resized(self._history.add(key, call, verdict))
         return verdict
 
-    def _verify(self, call: Call) -> Verdict:
-        check = partial(verify, call, self._strictness)
-        shares = is_simulated(call.mesh)
-        return verify_purely(self._name, around(call, self._surroundings), check, shares)
-
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:
-        """A verdict on symbols, of a body that keeps none of them."""
-        check = partial(attempt, call, NONE, self._strictness, sizes)
-        before = Before(around(call, self._surroundings))
-        try:
-            with looking(before.look):
-                verdict, changed = check(), before.changes()
-        finally:
-            altered = before.put_back()
-        if changed or altered:
-            raise ShardTypeError(f"the body changes {[*changed, 'what it refers to'][0]}")
+        """Checks a call with symbols for its sizes, of a body that keeps none of them."""
+        check = partial(attempt, repair=NONE, strictness=self._strictness, sizes=sizes)
+        verdict = self._verify(call, check)
+        if verdict.altered:
+            raise ShardTypeError("the body changes what it refers to")
         return verdict
+
+    def _verify(self, call: Call, check: Callable[[Call], Verdict]) -> Verdict:
+        """Checks a call, of whose interpretations nothing stays behind."""
+        states = self._captured.states(call)
+        # torch's checkpoint, around the call, would keep or recompute what the check computes, and
+        # the cache of autocast has casts without data of what the body refers to.
+        torch.clear_autocast_cache()
+        with autograd_state.set_aside(), postponing_full_collections():
+            with undoing(call, states, is_simulated(call.mesh)) as (undone_call, undone):
+                verdict = check(undone_call)
+        torch.clear_autocast_cache()
+        altered = tuple(sorted(undone.altered))
+        return replace(verdict, altered=altered) if altered else verdict
 
     def _agreed(self, key: Signature, call: Call, departure: Difference | None) -> "_Known":
         """Returns the verdict, after or while all processes compare their descriptions of it."""
@@ -262,9 +266,9 @@ class Checked:
         agree(known.description, departure, now=is_new or departure is not None)
         return known
 
-    def _stop(self, processes: bool, why: tuple[str, str], difference: Difference) -> NoReturn:
+    def _stop(self, call: Call, why: tuple[str, str], difference: Difference) -> NoReturn:
         error = ShardTypeError(f"{self._name}: {why[0]}\n{difference}\n{why[1]}")
-        if processes:
+        if call.mesh.kind in PROCESS_KINDS:
             agree(refused(self._name, error), difference)
         raise error
 

@@ -16,7 +16,7 @@ from shardmap_torch.backends.threads import Rendezvous, ThreadBackend, show_tens
 from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.matching import crosses
 from shardmap_torch.boundary.shards import global_of, locals_of
-from shardmap_torch.checker.guards.walk import Walk
+from shardmap_torch.checker.guards.state import State
 from shardmap_torch.collectives.autograd import TypedFunction
 from shardmap_torch.control.messages import by_ranks
 from shardmap_torch.core.autograd_state import graph_nodes
@@ -49,7 +49,7 @@ def run(call: Call) -> Tree:
 def _reject_wrapped(call: Call) -> None:
     """Rejects closures over a transform's tensors: on other threads their gradient is lost."""
     wrapped = functorch.is_functorch_wrapped_tensor
-    if any(map(wrapped, Walk(call.function).tensors)):
+    if any(map(wrapped, State(call.function).tensors)):
         raise TransformError(
             f"{call.name}: the body closes over a tensor that a torch.func transform outside "
             "differentiates or batches. Pass it as an argument."

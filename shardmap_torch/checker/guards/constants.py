@@ -4,15 +4,16 @@ from typing import Any, TypeVar
 
 X = TypeVar("X")
 
-_CONSTANTS: dict[int, Any] = {}
+CONSTANTS: dict[int, Any] = {}
+"""Objects that are declared constant, by their ids."""
 
 
 def assume_constant(value: X) -> X:
     """Declares that an object, and all that it refers to, never changes.
 
-    Before each call of a checked function all values that its code refers to are compared with
-    those of the check, at some 50 ns per value. A vocabulary, a data set or a table of strings that
-    never changes can be left out. The promise is not verified: a change of a constant leaves an old
+    Before each call of a checked function the data that its code refers to is compared with that of
+    the check, and a check undoes what it changes of it. A data set can be left out, or a log that a
+    body writes and never reads. The promise is not verified: a change of a constant leaves an old
     verdict in force.
 
     Args:
@@ -27,10 +28,5 @@ def assume_constant(value: X) -> X:
         >>> from shardmap_torch import assume_constant
         >>> vocabulary = assume_constant({f"token {i}": i for i in range(50_000)})
     """
-    _CONSTANTS[id(value)] = value
+    CONSTANTS[id(value)] = value
     return value
-
-
-def is_constant(value: object) -> bool:
-    """Returns whether an object was declared constant."""
-    return id(value) in _CONSTANTS

@@ -4,8 +4,8 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
+from shardmap_torch.checker.guards.holders import look
 from shardmap_torch.checker.guards.monitor import TYPE, CheckedStep, StepMonitor
-from shardmap_torch.checker.guards.places import look
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.verify.nested import NestedBoundaries
 from shardmap_torch.collectives.operations import is_rounded_by

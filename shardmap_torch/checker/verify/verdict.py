@@ -10,7 +10,6 @@ import torch
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.monitor import CheckedStep, End, RunMonitor
-from shardmap_torch.checker.guards.places import Kept
 from shardmap_torch.checker.ir.outcomes import Crossing, PathOutcome, Resolved, Traits, Where
 from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
@@ -54,7 +53,7 @@ class Verdict:
         traits: what else runs have to know of the body.
         sharing: the input whose memory a result may have, by their positions.
         start: the notes of what the body asks of its mesh, with which each run is compared.
-        altered: what the body refers to and changes, with the values that it starts from.
+        altered: places, among what the body refers to, of what it changes.
         refusal: why results cannot be differentiated, where the body is right without that.
         tried: how it was compared with one device by numbers, where its steps cannot be.
     """
@@ -72,7 +71,7 @@ class Verdict:
     sharing: dict[int, int]
     start: CheckedStep
     refusal: ShardTypeError | None = None
-    altered: tuple[Kept, ...] = ()
+    altered: tuple[int, ...] = ()
     tried: str = ""
 
     def __repr__(self) -> str:

@@ -1,6 +1,7 @@
 """Private names of torch's core: autograd, functorch, modes, fake tensors, c10d."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from pkgutil import resolve_name
 from typing import Any, Final
 
@@ -77,9 +78,19 @@ def group_names() -> Any:
     return distributed_c10d._world.pg_names
 
 
-def is_always_active() -> bool:
-    """Stands in for `eval_frame_callback` where torch has none."""
-    return True
+class Identities:
+    """Stands in for `dict_version` where torch has none, at 20 ns an entry."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        """Keeps the keys and values."""
+        self._items = [*dict.keys(table), *dict.values(table)]
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether they are the same objects."""
+        items = other._items if isinstance(other, Identities) else []
+        return len(items) == len(self._items) and all(map(is_, items, self._items))
+
+    __hash__ = None  # type: ignore[assignment]  # compared alone
 
 
 def probed(path: str, otherwise: Any) -> Any:
@@ -90,10 +101,21 @@ def probed(path: str, otherwise: Any) -> Any:
         return otherwise
 
 
-eval_frame_callback: Final[Callable[[], Any]] = probed(
-    "torch._C._dynamo.eval_frame:get_eval_frame_callback", is_always_active
+dict_version: Final[Callable[[dict[Any, Any]], Any]] = probed(
+    "torch._C._dynamo.guards:dict_version", Identities
 )
-"""Returns None where torch.compile is not active; without torch's, every call counts as active."""
+"""Returns what is another one after each change of a dict."""
+
+_TENSOR_GUARDS: Final[Any] = probed("torch._C._dynamo.guards:TensorGuards", None)
+
+
+def tensor_guard(tensors: Sequence[Tensor]) -> Any:
+    """Returns what compares shapes, strides, dtypes and `requires_grad` of tensors, or None."""
+    if _TENSOR_GUARDS is None:
+        return None
+    sizes, strides = ([list(get(x)) for x in tensors] for get in (Tensor.size, Tensor.stride))
+    return _TENSOR_GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
 
 has_kernel: Final[Callable[[str, str], bool]] = probed(
     "torch._C:_dispatch_has_kernel_for_dispatch_key", lambda name, key: False
@@ -186,9 +208,9 @@ __all__ = (
     "current_graph_task_id",
     "custom_function_call",
     "default_store",
+    "dict_version",
     "disable_current_modes",
     "dispatch_mode_stack",
-    "eval_frame_callback",
     "finish_inplace_view",
     "forward_level",
     "function_mode_stack",
@@ -216,6 +238,7 @@ __all__ = (
     "set_timeout",
     "temporarily_clear_interpreter_stack",
     "temporarily_pop_interpreter_stack",
+    "tensor_guard",
     "top_saved_tensors_hooks",
     "use_count",
     "warn_of_fallbacks",

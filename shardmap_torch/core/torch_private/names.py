@@ -174,6 +174,12 @@ DYNAMO: Final[Sequence[PrivateName]] = _rows(
 
 OPTIONAL: Final[Sequence[PrivateName]] = (
     *_rows(
+        "to see whether dicts and tensors have changed; without them calls compare each entry",
+        "torch._C._dynamo.guards",
+        "TensorGuards",
+        "dict_version",
+    ),
+    *_rows(
         "to keep Dynamo from the boundary of calls, and from what handles the operations of a "
         "check; without them it traces the one, and torch wraps the other, at 3 us an operation",
         "torch._C._dynamo.eval_frame",

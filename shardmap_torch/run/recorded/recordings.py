@@ -16,7 +16,7 @@ from torch import Tensor
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.recorder import Looking, OperatorTape, RecordingBackend
 from shardmap_torch.boundary.call import Call, Result, run_body
-from shardmap_torch.checker.guards.references import PLAIN
+from shardmap_torch.checker.guards.state import PLAIN
 from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, enter_scope

@@ -9,13 +9,13 @@ from typing import Any, Final
 import pytest
 
 from shardmap_torch.checker.communication.collectives import AbstractBackend
-from shardmap_torch.checker.guards.walk import Walk
+from shardmap_torch.checker.guards.state import State
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.spmd import equivalence
 from shardmap_torch.checker.spmd.gradients import Gradients
 from shardmap_torch.core.autograd_state import RECORDING
 from shardmap_torch.run.drawing import Drawing
-from shardmap_torch.run.safety import purity
+from shardmap_torch.run.safety.own_state import Undone
 from tests.checker.support.classes import randomness, training
 from tests.checker.support.classes.report import CLASSES
 from tests.checker.support.classes.trials import EQUAL, REFUSED, tally
@@ -25,7 +25,7 @@ from tests.support.pool import Gloo
 pytestmark = pytest.mark.usefixtures("quiet")
 
 SEEDS: Final = range(10_000, sized(10_006, 10_200))
-WITHOUT_REFUSALS: Final = ("captured state", "randomness")
+WITHOUT_REFUSALS: Final = ("captured state", "impurity", "randomness")
 """Classes in which refusals are compared as well, or nothing that is drawn is refused."""
 
 
@@ -70,14 +70,14 @@ BREAKS: Final[dict[str, tuple[str, Any, str, Callable[..., Any]]]] = {
         "backwards of one's own", AbstractBackend, "seeing", lambda self: nullcontext(),
     ),
     "nothing that is captured has changed": (
-        "captured state", Walk, "holds", lambda self: True,
+        "captured state", State, "holds", lambda self: True,
     ),
     "gradients that ranks alone do not record are not seen": (
         "cut gradients", equivalence, "grad_mode", lambda: RECORDING,
     ),
     "hooks are batched": ("hooks", Interpreter, "needs_ranks", _nothing),
-    "a body that does something else is not refused": (
-        "impurity", purity, "_require_same", _nothing,
+    "what a check changes is not undone": (
+        "impurity", Undone, "restore", _nothing,
     ),
     "draws are each rank's own": (
         "randomness", Drawing, "seed", lambda self, types: self._seed() + self._place["dp"],

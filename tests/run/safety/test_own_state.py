@@ -1,15 +1,20 @@
-"""Ranks that share a process do not see the state that others have for a while."""
+"""Bodies that change the data that they refer to run on ranks as one process runs them.
+
+Checks leave that data as it was, and ranks that share a process do not see what others have in it.
+"""
 
 import random
+from collections import deque
 from collections.abc import Callable
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from shardmap_torch import (
     I,
@@ -21,6 +26,8 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
+from tests.programs.support.harness import global_value, worker_mesh
+from tests.support.pool import Gloo
 
 Maker = Callable[[], Callable[[Tensor], Tensor]]
 MESHES = {
@@ -28,7 +35,6 @@ MESHES = {
     for strategy in ("ranks", "auto")
 }
 ONE = make_mesh((1,), ("dp",), kind="simulated", simulate="ranks")
-MODE: ContextVar[int] = ContextVar("MODE", default=1)
 
 
 def met(x: Tensor) -> Tensor:
@@ -50,21 +56,39 @@ def while_ranks_meet() -> Any:
     return body
 
 
-def in_a_context_variable() -> Any:
+def in_a_module() -> Any:
+    """Keeps a part of its result for later, as mixtures of experts keep losses."""
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.own = x * x
+            y: Tensor = met(x) + self.own
+            return y
+
+    return Layer()
+
+
+def in_a_class() -> Any:
+    class Mode:
+        factor = 1
+
     def body(x: Tensor) -> Tensor:
-        token = MODE.set(MODE.get() + 2)
-        y = met(x) * MODE.get()
-        MODE.reset(token)
+        Mode.factor += 2
+        y: Tensor = met(x) * Mode.factor
+        Mode.factor = 1
         return y
 
     return body
 
 
-def seeded() -> Any:
+def in_a_set() -> Any:
+    seen: set[int] = set()
+    queue = deque([1, 2])
+
     def body(x: Tensor) -> Tensor:
-        random.seed(0)
-        first = random.random()
-        return met(x) * first * random.random()
+        queue.rotate(1)
+        seen.add(len(seen))
+        return met(x) * queue[0] + len(seen)
 
     return body
 
@@ -77,30 +101,6 @@ def own_tensor() -> Any:
         y = x * 1
         y.register_hook(lambda grad: grad * state.saved)
         return y * 3
-
-    return body
-
-
-def own_tensor_among_objects() -> Any:
-    table = np.array([None], dtype=object)
-
-    def body(x: Tensor) -> Tensor:
-        table[0] = x * 2
-        y: Tensor = met(x) * table[0]
-        table[0] = None
-        return y
-
-    return body
-
-
-def own_tensor_of_an_error() -> Any:
-    error = ValueError(None)
-
-    def body(x: Tensor) -> Tensor:
-        error.args = (x * 2,)
-        y: Tensor = met(x) * error.args[0]
-        error.args = (None,)
-        return y
 
     return body
 
@@ -139,8 +139,8 @@ def stack() -> Any:
 
 
 MAKERS: tuple[Maker, ...] = (
-    *(while_ranks_meet, in_a_context_variable, seeded, own_tensor, own_tensor_among_objects),
-    *(own_tensor_of_an_error, reset_by_a_forward_and_counted_by_hooks, stack),
+    *(while_ranks_meet, in_a_module, in_a_class, in_a_set, own_tensor),
+    *(reset_by_a_forward_and_counted_by_hooks, stack),
 )
 
 
@@ -199,41 +199,225 @@ def test_a_backward_after_another_call_finds_equal_state_or_is_refused() -> None
 
 METRICS: dict[str, float] = {}
 LOG: list[Any] = []
+CALLS = 0
+TABLE: dict[int, int] = {}
 
 
-@pytest.mark.parametrize("simulate", ["ranks", "auto"])
-def test_metrics_that_a_body_keeps_are_those_of_runs_and_not_of_checks(simulate: str) -> None:
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    global CALLS
+    CALLS = 0
+    METRICS.clear()
+    LOG.clear()
+    TABLE.clear()
+
+
+@pytest.mark.parametrize("simulate", MESHES)
+def test_what_a_body_keeps_is_that_of_the_first_rank_s_run(simulate: str) -> None:
     def body(x: Tensor) -> Tensor:
         loss: Tensor = all_reduce(x.sum(), "dp", dst=I)
-        LOG.append(loss.detach())
         LOG.append({"loss": loss.item()})
         METRICS["mean"] = 0.5 * METRICS.get("mean", 0.0) + 0.5 * loss.item()
         return loss
 
-    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate=simulate)  # type: ignore[arg-type]
-    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P())
-    METRICS.clear()
-    LOG.clear()
+    f = shard_map(body, mesh=MESHES[simulate], in_specs=P("dp"), out_specs=P())
     check_program(f, torch.ones(4))
     assert (LOG, METRICS) == ([], {})
     for means in (2.0, 3.0):
         f(torch.ones(4))
         assert METRICS == {"mean": means}
-    assert LOG == [torch.tensor(4.0), {"loss": 4.0}] * 4  # two ranks, two calls
+    assert LOG == [{"loss": 4.0}] * 2
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_body_that_computes_with_a_number_that_a_run_kept_is_refused(own: bool) -> None:
+@pytest.mark.parametrize("simulate", MESHES)
+def test_a_tensor_without_data_stays_in_no_cache(simulate: str) -> None:
+    """A table of angles that the first call makes, and later ones take."""
+
+    class Angles(nn.Module):
+        table: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.arange(2.0)
+            return x * self.table
+
+    model = Angles()
+    f = mapped(model, MESHES[simulate], "local")
+    for _ in range(3):
+        assert torch.equal(f(torch.ones(4)), torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert type(model.table) is Tensor
+
+
+def counter(x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return x * CALLS
+
+
+def first_time(x: Tensor) -> Tensor:
+    if not LOG:
+        LOG.append(1)
+        return x * 1
+    LOG.append(1)
+    return x * len(LOG)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def by_length(x: Tensor) -> Tensor:
+    TABLE[len(TABLE)] = 1
+    return x * len(TABLE)
+
+
+def own_closure() -> Callable[[Tensor], Tensor]:
+    calls = 0
+
     def body(x: Tensor) -> Tensor:
-        loss = all_reduce(x.sum(), "dp", dst=I).item()
-        scale = METRICS.get("loss", loss if own else 1.0)
-        METRICS["loss"] = loss
-        return x * scale
+        nonlocal calls
+        calls += 1
+        return x * calls
 
-    METRICS.clear()
-    mesh = make_mesh((2,), ("dp",), kind="simulated")
-    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
-    if own:  # nothing is kept yet, and the number is the same in each run
-        assert torch.equal(f(torch.ones(4)), torch.full((4,), 4.0))
-    with pytest.raises(ShardTypeError, match="does something else when it runs again"):
-        f(torch.full((4,), 2.0))
+    return body
+
+
+@pytest.mark.parametrize("simulate", MESHES)
+@pytest.mark.parametrize("strictness", ["local", "global"])
+@pytest.mark.parametrize("body", [counter, first_time, Counts(), by_length, own_closure()])
+def test_a_body_that_counts_its_calls_counts_them_as_one_process(
+    body: Any, strictness: Any, simulate: str
+) -> None:
+    """On a mesh of two ranks, whose checks interpret it twice or more."""
+    if isinstance(body, Counts):
+        body.calls = 0
+    f = mapped(body, MESHES[simulate], strictness)
+    start = float(f(torch.ones(4))[0])
+    for count in (1, 2):
+        assert torch.equal(f(torch.ones(4)), torch.full((4,), start + count))
+
+
+# Each statement changes or reads one of two variables, or the tensor; see `run_on_one_device`.
+STATEMENTS = {
+    "a += 1": "state[0] += 1",
+    "b += a": "state[1] += state[0]",
+    "a = 5": "state[0] = 5",
+    "a = b": "state[0] = state[1]",
+    "b = 7": "state[1] = 7",
+    "a = 0": "state[0] = 0",
+    "x * a": "x = x * state[0]",
+    "x + b": "x = x + torch.tensor(float(state[1]))",
+    "x * 2": "x = x * 2",
+}
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from(sorted(STATEMENTS)), min_size=1, max_size=6))
+def test_random_bodies_with_state_run_as_on_one_device(names: list[str]) -> None:
+    """Each rank, whichever comes first, computes in each call what one process would."""
+    lines = ["def body(x):", *(f"    {STATEMENTS[name]}" for name in names), "    return x"]
+
+    def made() -> Any:
+        space: dict[str, Any] = {"torch": torch, "state": [1, 1], "__name__": "impure"}
+        exec("\n".join(lines), space)
+        return space["body"]
+
+    f, one = mapped(made(), MESHES["ranks"], "local"), made()
+    x = torch.arange(1.0, 5.0)
+    for _ in range(3):
+        assert torch.equal(f(x), one(x))
+
+
+class CountsBackwards(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        CountsBackwards.calls += 1
+        return grad * (1 if CountsBackwards.calls < 4 else 2)
+
+
+def test_ranks_count_backwards_alike() -> None:
+    """Three ranks would count to four, and act on it, in the second backward."""
+    CountsBackwards.calls = 0
+    mesh = make_mesh((3,), ("dp",), kind="simulated", simulate="ranks")
+    f: Any = shard_map(CountsBackwards.apply, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    x = torch.ones(3, requires_grad=True)
+    outs = [f(x), f(x)]
+    for count, y in enumerate(outs, 1):
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones(3))
+        assert CountsBackwards.calls == count
+
+
+def counted_on_a_process() -> list[Any]:
+    body = Counts()
+    f = shard_map(body, mesh=worker_mesh((2,), ("dp",)), in_specs=P("dp"), out_specs=P("dp"))
+    sums = [float(global_value(f(torch.ones(4))).sum()) for _ in range(2)]
+    return [*sums, body.calls]
+
+
+def test_a_call_on_processes_counts_once_too(gloo: Gloo) -> None:
+    assert gloo(2).run(counted_on_a_process) == [[4.0, 8.0, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("draw", "what"),
+    [(random.random, "Python's random module"), (np.random.rand, "numpy.random")],
+)
+def test_a_body_that_draws_from_a_generator_of_the_process_is_refused(draw: Any, what: str) -> None:
+    def body(x: Tensor) -> Tensor:
+        return x * float(draw())
+
+    with pytest.raises(ShardTypeError) as error:
+        mapped(body, MESHES["auto"], "local")(torch.ones(4))
+    assert str(error.value) == (
+        f"body: the body draws from {what}, whose state each process has for itself: what it draws "
+        "would count as equal on all ranks.\n"
+        "Fix: pass what it depends on as an argument, or draw random numbers from a key of "
+        "shardmap_torch.random."
+    )
+
+
+STATE: Any = torch.get_rng_state
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        (lambda x: x * torch.initial_seed(), "torch.initial_seed()"),
+        (lambda x: x * torch.random.initial_seed(), "torch.initial_seed()"),
+        (lambda x: x * torch.get_rng_state()[0], "torch.get_rng_state()"),
+        (lambda x: x * STATE()[0], "torch.get_rng_state()"),
+        (lambda x: x * torch.seed(), "torch.seed()"),
+    ],
+)
+def test_the_state_of_the_generator_is_not_equal_on_all_ranks(body: Any, call: str) -> None:
+    module: Any = torch.random
+    before = module.default_generator
+    with pytest.raises(ShardTypeError) as error:
+        mapped(body, MESHES["auto"], "local")(torch.ones(4))
+    head, fix = str(error.value).splitlines()
+    assert head.startswith(f"<lambda>: {call} at test_own_state.py:")
+    assert head.endswith(
+        "gives what each process has of its own, and it would count as equal on all ranks."
+    )
+    assert fix == "Fix: pass it as an argument, or draw from a key of shardmap_torch.random."
+    assert module.default_generator is before
+
+
+def test_torch_s_own_use_of_the_state_is_not_the_body_s() -> None:
+    def body(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            return x * 2
+
+    assert torch.equal(mapped(body, MESHES["auto"], "local")(torch.ones(4)), torch.full((4,), 2.0))

@@ -2,13 +2,11 @@
 
 import random
 import types
-import weakref
 from argparse import Namespace
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from threading import local
 from typing import Any, Final
 
@@ -105,42 +103,12 @@ def _module(value: Any) -> types.ModuleType:
     return module
 
 
-def _variable(value: Any) -> ContextVar[Any]:
-    variable: ContextVar[Any] = ContextVar("variable")
-    variable.set(value)
-    return variable
-
-
 def _closure(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
 def _cell(function: Any) -> Any:
     return function.__closure__[0]
-
-
-def _cached(value: Any) -> Callable[[], list[Any]]:
-    @lru_cache
-    def cached() -> list[Any]:
-        return [value]
-
-    cached()
-    return cached
-
-
-def _weak(value: Any) -> Any:
-    KEPT.append(Plain(value))
-    return weakref.ref(KEPT[-1])
-
-
-def _weak_values(value: Any) -> Any:
-    KEPT.append(Plain(value))
-    return weakref.WeakValueDictionary({"key": KEPT[-1]})
-
-
-def _view(value: Any) -> Any:
-    KEPT.append({"key": value})
-    return types.MappingProxyType(KEPT[-1])
 
 
 def _globals(value: Any) -> Any:
@@ -252,12 +220,6 @@ HOLDERS: Final[Mapping[str, Holder]] = {
         lambda o: o.value,
         lambda o, v: setattr(type(o).value, "held", v),
     ),
-    "read-only view": Holder(
-        _view,
-        lambda o: o["key"],
-        lambda o, v: next(d for d in KEPT[::-1] if d == o).update(key=v),
-    ),
-    "ContextVar": Holder(_variable, lambda o: o.get(), lambda o, v: o.set(v) and None),
     "closure": Holder(_closure, lambda o: o(), lambda o, v: setattr(_cell(o), "cell_contents", v)),
     "partial": Holder(
         lambda v: partial(_first, [v]), lambda o: o(), lambda o, v: o.args[0].__setitem__(0, v)
@@ -265,11 +227,6 @@ HOLDERS: Final[Mapping[str, Holder]] = {
     "default": Holder(_default, lambda o: o(), lambda o, v: setattr(o, "__defaults__", (v,))),
     "keyword": Holder(
         _keyword, lambda o: o(), lambda o, v: setattr(o, "__kwdefaults__", {"value": v})
-    ),
-    "lru_cache": Holder(_cached, lambda o: o()[0], lambda o, v: o().__setitem__(0, v)),
-    "weak reference": Holder(_weak, lambda o: o().value, lambda o, v: setattr(o(), "value", v)),
-    "weak values": Holder(
-        _weak_values, lambda o: o["key"].value, lambda o, v: setattr(o["key"], "value", v)
     ),
     "global": Holder(_globals, lambda o: o(), lambda o, v: o.__globals__.update(VALUE=v)),
     "global by name": Holder(_by_name, lambda o: o(), lambda o, v: o.__globals__.update(VALUE=v)),

@@ -1,0 +1,402 @@
+"""State: the plain data that code and objects refer to, and whether it has changed.
+
+A verdict depends on the code, defaults, closures and globals that a body names, and on plain data
+reached from them and from static arguments: numbers, strings, None, dtypes, devices, enums, builtin
+containers, dataclasses, the `vars` of instances, and what is known of tensors without their values.
+None of the objects' own methods is called. Code of installed packages is not followed, nor what
+only it refers to. Anything else that a body reads has to stay as it is, as under `jax.jit`.
+
+A look-up compares versions of dicts and identities of objects in C, some 0.3 us for a layer of
+torch; a walk is made again only where one of them differs.
+"""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import _lru_cache_wrapper, cached_property, partial
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardmap_torch.checker.guards.code import Origins, imported_by, module_of, names_in
+from shardmap_torch.checker.guards.constants import CONSTANTS
+from shardmap_torch.checker.guards.holders import (
+    ABSENT,
+    Holder,
+    builtin_of,
+    dict_of,
+    held,
+    is_same,
+    slots_of,
+)
+from shardmap_torch.core.source_location import definition_of
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    dict_version,
+    functorch,
+    tensor_guard,
+)
+from shardmap_torch.errors import ShardTypeError
+
+PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+"""Types of values that are compared by value."""
+_LIMIT: Final = 1_000_000
+"""Maximal number of values of a walk; more is an error."""
+_SIGNED: Final = (float, complex)  # 0.0 equals -0.0, and nan does not equal nan
+_TABLES: Final = (dict, OrderedDict, defaultdict)
+_ROWS: Final = (list, set, deque)
+"""Types of containers that can change and are read by Python's own methods; no subclass of them."""
+_CODE: Final = ("__code__", "__defaults__", "__kwdefaults__")
+_SILENT: Final = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl"})
+"""Attributes of a class that are no data of it."""
+_PARTS: Final[Mapping[type, tuple[str, ...]]] = {
+    MethodType: ("__func__", "__self__"),
+    BuiltinMethodType: ("__self__",),
+    partial: ("func", "args", "keywords"),
+    property: ("fget",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    cached_property: ("func",),
+    _lru_cache_wrapper: ("__wrapped__",),
+}
+"""What Python's own wrappers wrap."""
+_OF_SAVING: Final = frozenset(
+    {
+        *("_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set"),
+        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    }
+)
+"""What modules have for saving, which no forward asks for: a third of the containers to compare."""
+_QUIET: Final = torch._C._disabled_torch_function_impl
+"""What tensors have that answer questions themselves, as parameters and DTensors do."""
+_METADATA: Final = attrgetter("requires_grad", "dtype", "shape")
+
+
+class _Column:
+    """Values that are compared by identity, and where they were read."""
+
+    def __init__(self) -> None:
+        self.owners: list[Any] = []
+        self.names: list[str] = []
+        self.values: list[Any] = []
+
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        self.owners.append(owner)
+        self.names.append(name)
+        self.values.append(value)
+
+
+class State:
+    """The plain data that a function, and objects, refer to at the time of a walk.
+
+    Attributes:
+        found: what each object is that was met, by value if it is plain; equal for equal states.
+        names: the name by which each was met.
+        tensors: those that were met.
+        holders: what can change, in the same order for equal states.
+        opaque: the objects that are compared by identity, kept: no other one gets their address.
+        number: of this state among those of a function.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None, objects: Sequence[Any] = ()) -> None:
+        """Walks from a function and from other objects.
+
+        Raises:
+            ShardTypeError: they refer to more than a million values.
+        """
+        self.names: list[str] = []
+        self.tensors: list[Tensor] = []
+        self.holders: list[Holder] = []
+        self.opaque: list[Any] = []
+        self.number = 0
+        self._origins = Origins(function)
+        self._globals, self._attributes = _Column(), _Column()
+        self._tables: list[dict[Any, Any]] = []
+        self._rows: list[Any] = []
+        self._items: list[Any] = []
+        self._empty: list[Any] = []
+        self._others: list[tuple[Holder, Any]] = []
+        self._watched: list[Tensor] = []
+        self._modules: dict[int, dict[str, Any]] = {}
+        self._named: dict[str, None] = {}
+        self._entered = set[tuple[int, str]]()
+        self._pending = [("", each) for each in (*objects, function)]
+        self._roots = (function, *objects)
+        self._entries: dict[type, Callable[[State, Any], Hashable]] = {}
+        self.found = tuple(self._walk())
+        self._versions = [*map(dict_version, self._tables)]
+        self._lengths = [*map(len, self._rows)]
+        self._metadata = self._read_metadata()
+        self._guard = tensor_guard(self._watched) if self._watched else None
+
+    def holds(self) -> bool:
+        """Returns whether nothing has changed since the walk."""
+        now = map(dict.get, self._globals.owners, self._globals.names, repeat(ABSENT))
+        attributes = self._attributes
+        try:
+            return (
+                all(map(is_, now, self._globals.values))
+                and all(
+                    map(is_, map(getattr, attributes.owners, attributes.names), attributes.values)
+                )
+                and not any(self._empty)
+                and [*map(dict_version, self._tables)] == self._versions
+                and (not self._rows or self._rows_hold())
+                and (not self._others or all([is_same(held(*h), x) for h, x in self._others]))
+                and (not self._watched or self._tensors_hold())
+            )
+        except (AttributeError, ValueError, RuntimeError):  # gone, or changed by another thread
+            return False
+
+    def _rows_hold(self) -> bool:
+        return [*map(len, self._rows)] == self._lengths and all(
+            map(is_, chain.from_iterable(self._rows), self._items)
+        )
+
+    def _tensors_hold(self) -> bool:
+        """Compares what may change of tensors in place.
+
+        Dynamo's guard does so in 90 ns a tensor. It fails under other modes too, as autocast.
+        """
+        if self._guard is not None and self._guard.check(*self._watched):
+            return True
+        return self._read_metadata() == self._metadata
+
+    def _read_metadata(self) -> list[Any]:
+        with DisableTorchFunction():  # a function mode would see each question
+            return [*map(_METADATA, self._watched)]
+
+    def values(self) -> Mapping[int, tuple[str, Any]]:
+        """Returns names and values of the plain values, by their places in the walk."""
+        pairs = enumerate(zip(self.names, self.found, strict=True))
+        return {
+            place: (name, entry[0](entry[1]) if entry[0] in _SIGNED else entry[1])
+            for place, (name, entry) in pairs
+            if isinstance(entry, tuple) and entry[0] in PLAIN
+        }
+
+    def _walk(self) -> Iterator[Hashable]:
+        places: dict[int, int] = {}
+        while self._pending or self._enter_modules():
+            name, value = self._pending.pop()
+            kind, place = type(value), len(self.names)
+            self.names.append(name)
+            if kind in PLAIN:
+                yield kind, repr(value) if kind in _SIGNED else value
+            elif id(value) in places:
+                yield places[id(value)]
+            else:
+                places[id(value)] = place
+                yield kind, self._enter(value, kind)
+            if place >= _LIMIT:
+                raise _too_much(next(each for each in self._roots if each is not None))
+
+    def _enter(self, value: Any, kind: type) -> Hashable:
+        """Enters what an object refers to; returns what it is apart from that."""
+        if value is ABSENT or id(value) in CONSTANTS:
+            return self._keep(value)
+        enter = self._entries.get(kind)
+        if enter is None:
+            enter = self._entries[kind] = _entry_of(kind)
+        return enter(self, value)
+
+    def _keep(self, value: Any) -> int:
+        self.opaque.append(value)
+        return id(value)
+
+    def _meet(self, name: str, value: Any) -> None:
+        self._pending.append((name, value))
+
+    def _enter_function(self, function: FunctionType) -> Hashable:
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._enter_cell(name, cell)
+        self._enter_table(function.__dict__)
+        if self._origins.is_library(code.co_filename):
+            return self._keep(code)  # its cells were entered: a decorator has the user's function
+        for name in _CODE:
+            self._attributes.add(function, name, getattr(function, name))
+        self._meet("defaults", function.__defaults__)
+        self._meet("defaults", function.__kwdefaults__)
+        names = names_in(code)
+        self._named |= dict.fromkeys(names.others)
+        for name in names.globals:
+            self._enter_name(function.__globals__, name)
+        for module in imported_by(function):
+            self._enter_module(module)
+        return self._keep(code)
+
+    def _enter_cell(self, name: str, cell: CellType) -> None:
+        value = held(cell, None)
+        self._meet(name, value)
+        if value is not ABSENT:
+            self.holders.append((cell, None))
+            self._attributes.add(cell, "cell_contents", value)
+
+    def _enter_name(self, space: dict[str, Any], name: str) -> None:
+        """Enters a global; one that is missing may come later, and hide a builtin."""
+        if (id(space), name) not in self._entered:
+            self._entered.add((id(space), name))
+            value = space.get(name, ABSENT)
+            self._globals.add(space, name, value)
+            self.holders.append((space, name))
+            self._meet(name, value)
+
+    def _enter_module(self, module: ModuleType) -> Hashable:
+        if not self._origins.is_of_library(module.__name__):
+            self._modules[id(module)] = vars(module)
+        return self._keep(module)
+
+    def _enter_modules(self) -> bool:
+        """Enters what any code names of the user's modules; returns whether that was something."""
+        for space in self._modules.values():
+            for name in ("__getattr__", *self._named):
+                if name in space:
+                    self._enter_name(space, name)
+        return bool(self._pending)
+
+    def _enter_class(self, value: type) -> Hashable:
+        table = vars(value)
+        if self._origins.is_of_library(module_of(value)):
+            return self._keep(value)
+        self._rows.append(table.values())  # a view, which follows changes
+        self._items += table.values()
+        own = [name for name in table if name not in _SILENT]
+        for name in own:
+            self.holders.append((value, name))
+            self._meet(name, table[name])
+        for each in (*value.__bases__, type(value)):
+            self._meet("class", each)
+        return tuple(own)
+
+    def _enter_parts(self, value: Any) -> Hashable:
+        names = next(names for kind, names in _PARTS.items() if issubclass(type(value), kind))
+        for name in names:
+            self._meet(name, object.__getattribute__(value, name))
+        table = dict_of(value)
+        if table is not None:
+            self._enter_table(table)
+        return value.__name__ if type(value) is BuiltinMethodType else None
+
+    def _enter_number(self, value: Any) -> Hashable:
+        """Enters a number or text of a user's own kind, which may equal others."""
+        kind: Any = next(each for each in PLAIN if issubclass(type(value), each))
+        return kind.__repr__(value), self._enter_attributes(value)
+
+    def _enter_dict(self, value: dict[Any, Any]) -> Hashable:
+        if type(value) is defaultdict:
+            self._meet("default", value.default_factory)
+        own = None if type(value) in _TABLES else self._enter_attributes(value)
+        return own, self._enter_table(value)
+
+    def _enter_table(self, table: dict[Any, Any]) -> Hashable:
+        """Enters the entries of a dict, which may be the attributes of an object."""
+        self.holders.append((table, None))
+        is_empty = type(table) in _TABLES and not table  # others may say anything
+        (self._empty if is_empty else self._tables).append(table)
+        names: list[str | None] = []
+        for name, value in dict.items(table):
+            if type(name) is str:
+                names.append(name)
+                if name not in _OF_SAVING:
+                    self._pending.append((name, value))
+            else:
+                names.append(None)
+                self._pending += [(str(name) if type(name) is int else "", value), ("", name)]
+        return tuple(names)
+
+    def _enter_items(self, value: Any) -> Hashable:
+        kind = builtin_of(type(value))
+        own = None if type(value) is kind else self._enter_attributes(value)
+        items = [*kind.__iter__(value)]
+        if kind not in (tuple, frozenset):
+            self._compare(value, items)
+        self._pending += zip(map(str, range(len(items))), items, strict=True)
+        return own, len(items), value.maxlen if kind is deque else None
+
+    def _compare(self, value: Any, items: list[Any]) -> None:
+        self.holders.append((value, None))
+        if type(value) not in _ROWS:
+            self._others.append(((value, None), held(value, None)))
+        elif items:
+            self._rows.append(value)
+            self._items += items
+        else:
+            self._empty.append(value)
+
+    def _enter_attributes(self, value: Any) -> Hashable:
+        """Enters what an object has in its dict and its slots; returns None for one without."""
+        kind = type(value)
+        if self._origins.is_closed(kind):
+            return None
+        slots, table = slots_of(kind), dict_of(value)
+        for slot in slots:
+            item = held(value, slot)
+            self.holders.append((value, slot))
+            self._others.append(((value, slot), item))
+            self._meet(slot.__name__, item)
+        if table is None and not slots:
+            return None
+        self._meet("class", kind)
+        return len(slots), None if table is None else self._enter_table(table)
+
+    def _enter_instance(self, value: Any) -> Hashable:
+        return self._enter_attributes(value) or self._keep(value)
+
+    def _enter_tensor(self, value: Tensor) -> Hashable:
+        self.tensors.append(value)
+        kind = type(value)
+        is_plain = kind in (Tensor, nn.Parameter)
+        if value.is_nested:  # it has no shape
+            return self._keep(value), value.requires_grad, value.dtype
+        if functorch.is_functorch_wrapped_tensor(value) or value.layout != torch.strided:
+            return self._keep(value)
+        if not is_plain and self._origins.is_closed(kind):
+            return self._keep(value)  # such have more to them, as a DTensor its placements
+        if is_plain or kind.__torch_function__ is _QUIET:
+            self._watched.append(value)
+        own = dict_of(value)
+        attributes = self._enter_table(own) if is_plain and own is not None else None
+        with DisableTorchFunction():
+            known = value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+            bits = value.is_conj(), value.is_neg()
+        return known, bits, attributes if is_plain else self._enter_attributes(value)
+
+
+def _entry_of(kind: type) -> Callable[[State, Any], Hashable]:
+    # By the class itself: isinstance asks an object of a user's class for its class.
+    return next(
+        (enter for types, enter in _ENTRIES if issubclass(kind, types)), State._enter_instance
+    )
+
+
+_ENTRIES: Final[tuple[tuple[Any, Callable[[State, Any], Hashable]], ...]] = (
+    (FunctionType, State._enter_function),
+    (tuple(_PARTS), State._enter_parts),
+    (PLAIN, State._enter_number),
+    (dict, State._enter_dict),
+    ((list, tuple, set, frozenset, deque), State._enter_items),
+    (type, State._enter_class),
+    (ModuleType, State._enter_module),
+    (Tensor, State._enter_tensor),
+)
+"""Methods that enter an object, by its type; the first match counts."""
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a function, or of the class of another object."""
+    return function.__name__ if type(function) is FunctionType else type(function).__name__
+
+
+def _too_much(function: Any) -> ShardTypeError:
+    site = definition_of(function)
+    where = "" if site is None else f"  at {site}\n"
+    return ShardTypeError(
+        f"{name_of(function)} refers to more than {_LIMIT:,} values, so that no call could tell "
+        f"whether its verdict still holds.\n{where}Fix: declare what never changes, such as a "
+        "vocabulary or a data set, by shardmap_torch.assume_constant(value), or pass what the body "
+        "needs of it as an argument."
+    )
