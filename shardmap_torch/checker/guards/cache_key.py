@@ -22,7 +22,7 @@ Signature: TypeAlias = tuple[Any, ...]
 
 
 class CapturedState:
-    """What a function, and the objects among the arguments of its calls, refer to."""
+    """State of a function and of the objects among the arguments of its calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Keeps the function; the first question walks."""

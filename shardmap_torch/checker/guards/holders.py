@@ -18,7 +18,7 @@ ABSENT: Final = object()
 """Stands for the value of a name that nothing has."""
 
 Holder = tuple[Any, Any]
-"""What holds a value: an object, and a name, a slot of its class, or None for all that is in it."""
+"""Place of a value: an object, and a name, a slot of its class, or None for all that is in it."""
 
 
 class Whole(NamedTuple):

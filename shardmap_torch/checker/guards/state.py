@@ -37,6 +37,7 @@ from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     dict_version,
     functorch,
+    no_torch_function,
     tensor_guard,
 )
 from shardmap_torch.errors import ShardTypeError
@@ -62,16 +63,14 @@ _PARTS: Final[Mapping[type, tuple[str, ...]]] = {
     cached_property: ("func",),
     _lru_cache_wrapper: ("__wrapped__",),
 }
-"""What Python's own wrappers wrap."""
+"""Attributes of Python's own wrappers that have what they wrap."""
 _OF_SAVING: Final = frozenset(
     {
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set"),
         *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     }
 )
-"""What modules have for saving, which no forward asks for: a third of the containers to compare."""
-_QUIET: Final = torch._C._disabled_torch_function_impl
-"""What tensors have that answer questions themselves, as parameters and DTensors do."""
+"""Attributes of modules for saving, which no forward asks for; skipped to save time."""
 _METADATA: Final = attrgetter("requires_grad", "dtype", "shape")
 
 
@@ -356,7 +355,7 @@ class State:
             return self._keep(value)
         if not is_plain and self._origins.is_closed(kind):
             return self._keep(value)  # such have more to them, as a DTensor its placements
-        if is_plain or kind.__torch_function__ is _QUIET:
+        if is_plain or kind.__torch_function__ is no_torch_function:
             self._watched.append(value)
         own = dict_of(value)
         attributes = self._enter_table(own) if is_plain and own is not None else None

@@ -106,6 +106,9 @@ dict_version: Final[Callable[[dict[Any, Any]], Any]] = probed(
 )
 """Returns what is another one after each change of a dict."""
 
+no_torch_function: Final[Any] = probed("torch._C:_disabled_torch_function_impl", None)
+"""The `__torch_function__` of subclasses of tensors that answer questions as tensors do."""
+
 _TENSOR_GUARDS: Final[Any] = probed("torch._C._dynamo.guards:TensorGuards", None)
 
 
@@ -225,6 +228,7 @@ __all__ = (
     "make_dual",
     "make_subclass",
     "no_compiler",
+    "no_torch_function",
     "pop_saved_tensors_hooks",
     "probed",
     "push_saved_tensors_hooks",

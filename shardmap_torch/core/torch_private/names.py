@@ -180,6 +180,11 @@ OPTIONAL: Final[Sequence[PrivateName]] = (
         "dict_version",
     ),
     *_rows(
+        "to see whether DTensors that a body refers to need gradients",
+        "torch._C",
+        "_disabled_torch_function_impl",
+    ),
+    *_rows(
         "to keep Dynamo from the boundary of calls, and from what handles the operations of a "
         "check; without them it traces the one, and torch wraps the other, at 3 us an operation",
         "torch._C._dynamo.eval_frame",

@@ -299,9 +299,7 @@ def test_what_code_refers_to_is_followed(way: str, monkeypatch: pytest.MonkeyPat
     runs.clear()
     with pytest.raises(ShardTypeError, match="the result varies over it"):
         f(X)
-    # Checked, and with the repair that is proposed: locally, on one device, and against it. By a
-    # stale verdict both ranks would run.
-    assert list(runs) == [False] * 4
+    assert {*runs} == {False}  # as it is checked, and not run by a stale verdict
 
 
 @pytest.mark.parametrize("kind", STATES)
