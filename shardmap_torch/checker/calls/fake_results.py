@@ -1,19 +1,24 @@
 """Results of operations on fake tensors, made again from what is known of them.
 
 torch has such a memory too, which takes as long as all else in a check: it makes a key of 17 fields
-of every operand, and knows a view at another offset of its storage for another call. Here the key
-is shapes, strides, dtypes and devices, and the offset of a view is relative to its operand's.
+of every operand, and knows a view at another offset of its storage for another call. Here a call is
+known by its operation, its arguments that are no tensors, and the shape, strides, dtype and device
+of each that is one; the offset of a view is relative to its operand's. All that is remembered of
+calls has this key, results here and types in `remembered`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchDispatch,
@@ -33,6 +38,13 @@ if TYPE_CHECKING:  # for annotations; it takes a second to import
 
 Key: TypeAlias = tuple[Any, ...]
 """Of a call: operations with equal keys have equal results, up to the values."""
+
+Seen: TypeAlias = tuple[FakeTensorMode, int, int, tuple[int, ...], torch.dtype]
+"""Of a tensor: its mode, the number of its metadata, the address of its storage, shape, dtype."""
+
+SEEN: Final = "_shardmap_seen"
+PLACE: Final = "_shardmap_place"
+"""Fields in which tensors keep what is known of their metadata and memory."""
 
 REMEMBERED: Final = 4096
 """Number of calls of which torch may keep the shapes."""
@@ -57,6 +69,7 @@ _UNKNOWN_TAGS: Final = (
 class _Made:
     """A tensor of a result: new memory, or a view of an operand."""
 
+    number: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -76,6 +89,10 @@ class Result:
     items: tuple[_Made | None, ...]
     value: Any = None
 
+    def tensors(self, out: Any) -> list[FakeTensor]:
+        """Lists the tensors of a result that was made of this."""
+        return [] if not self.items else [out] if self.container is None else [*out]
+
 
 _RESULTS: Final = Memo[Result](16384)
 
@@ -92,38 +109,100 @@ def _is_known(op: OpOverload) -> bool:
     )
 
 
-def key_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
-    """Returns the key of a call on fake tensors; None where more counts than shapes and dtypes."""
-    if not _is_known(op) or torch.is_inference_mode_enabled():
+@dataclass(slots=True)
+class CallLookup:
+    """One call, as it is looked up.
+
+    Attributes:
+        key: equal for calls that are the same but for the values of their tensors.
+        tensors: the operands, in the order of the arguments.
+        seen: what is known of the metadata and memory of each.
+    """
+
+    key: Key
+    tensors: list[FakeTensor]
+    seen: list[Seen]
+
+
+def look_up(
+    mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> CallLookup | None:
+    """Reads a call on fake tensors of this mode; None where more counts than their metadata."""
+    if torch.is_inference_mode_enabled():
         return None
-    key: list[Any] = [op, torch.get_default_dtype()]
-    for value in args:
-        if not _add(key, value):
+    found = CallLookup((), [], [])
+    key: list[Any] = [id(op), torch.get_default_dtype()]
+    if not _add(mode, key, args, found):
+        return None
+    for name, value in kwargs.items() if kwargs else ():
+        key.append(name)  # results are views of what is passed by position only
+        if isinstance(value, Tensor | list | tuple) or not _add(mode, key, (value,), found):
             return None
-    for name, value in kwargs.items():
-        key.append(name)
-        if isinstance(value, Tensor | list) or not _add(key, value):
-            return None  # results are views of what is passed by position only
-    return tuple(key)
+    found.key = tuple(key)
+    return found
 
 
-def _add(key: list[Any], value: Any) -> bool:
-    cls = type(value)
-    if cls is FakeTensor:
-        if not is_simple(value):
+def _add(mode: FakeTensorMode, key: list[Any], values: Sequence[Any], found: CallLookup) -> bool:
+    for value in values:
+        cls = type(value)
+        if cls is FakeTensor:
+            seen = value.__dict__.get(SEEN) or _look_at(mode, value)
+            if seen is None or seen[0] is not mode:
+                return False
+            key.append(seen[1])
+            found.tensors.append(value)
+            found.seen.append(seen)
+        elif value is None:
+            key.append(None)
+        elif cls in PLAIN:
+            key.append(cls)  # 1 and 1.0 are equal, as are 0.0 and -0.0
+            key.append(value if cls is not float else value or str(value))
+        elif cls is list or cls is tuple:
+            key.append(cls)
+            key.append(len(value))
+            if not _add(mode, key, value, found):
+                return False
+        else:
             return False
-        key.append((value.dtype, value.shape, value.stride(), value.fake_device))
-    elif value is None:
-        key.append(None)
-    elif cls in PLAIN:
-        key.append(cls)  # 1 and 1.0 are equal
-        key.append(value)
-    elif cls in (list, tuple):
-        key.append(len(value))
-        return all(_add(key, item) for item in value)
-    else:
-        return False
     return True
+
+
+def _look_at(mode: FakeTensorMode, tensor: FakeTensor) -> Seen | None:
+    if tensor.fake_mode is not mode or not is_simple(tensor):
+        return None
+    shape = tuple(tensor.shape)
+    number = number_of(shape, tensor.stride(), tensor.dtype, tensor.fake_device)
+    seen = mode, number, tensor.untyped_storage()._cdata, shape, tensor.dtype
+    tensor.__dict__[SEEN] = seen
+    return seen
+
+
+def number_of(*metadata: Any) -> int:
+    """Returns a number for the metadata of a tensor, which is hashed faster than they are."""
+    return _NUMBERS.get(metadata, _COUNT.__next__)
+
+
+_NUMBERS: Final = Memo[int](16384)
+_COUNT: Final = count()
+
+
+def address_of(tensor: Tensor) -> int:
+    """Returns the address of a base tensor's storage, without asking torch where it is known."""
+    seen = tensor.__dict__.get(SEEN)
+    if seen is not None:
+        return int(seen[2])
+    with DisableTorchFunction():  # which would see a question of the checker's own
+        return int(tensor.untyped_storage()._cdata)
+
+
+def forget_written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Forgets the metadata of tensors that an operation may change in place."""
+    if op._schema.is_mutable:
+        for value in (*args, *kwargs.values()):
+            for tensor in tensors_of(value):
+                fields = base_of(tensor).__dict__
+                fields.pop(SEEN, None)
+                fields.pop(PLACE, None)
 
 
 def is_simple(tensor: FakeTensor) -> bool:
@@ -139,7 +218,11 @@ def is_simple(tensor: FakeTensor) -> bool:
 
 
 def run_fake(
-    mode: FakeTensorMode, key: Key | None, op: OpOverload, args: Sequence[Any], kwargs: Any
+    mode: FakeTensorMode,
+    call: CallLookup | None,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Any,
 ) -> Any:
     """Runs an operation on fake tensors of this mode, or makes its result from what is known.
 
@@ -150,7 +233,19 @@ def run_fake(
         if op is _GROUPED_MM:
             with mode:
                 return _grouped_result(*args, **kwargs)
-        return _result(mode, key, op, args, kwargs)
+        if call is None or not _is_known(op):
+            return _run(mode, op, args, kwargs)
+        known = _RESULTS.find(call.key)
+        if known is None and _is_on_lists(op):
+            known = _describe_lists(mode, op, args, kwargs)
+        if known is not None:
+            _RESULTS.put(call.key, known)
+            return make(mode, known, call.tensors)
+        out = op(*args, **kwargs)
+        result = _describe(out, call.tensors)
+        if result is not None:
+            _RESULTS.put(call.key, result)
+        return out
     except RuntimeError as error:
         if forward_level() < 0 or "devices, meta and" not in str(error):
             raise
@@ -182,39 +277,27 @@ def _grouped_result(
     return x.new_empty(shape, dtype=out_dtype or x.dtype)
 
 
-def _result(
-    mode: FakeTensorMode, key: Key | None, op: OpOverload, args: Sequence[Any], kwargs: Any
-) -> Any:
-    if key is None:
-        if mode.shape_env is None and _is_in_place_on_lists(op):
-            args, _ = _distinct(args, kwargs) or (args, ())
-        # torch remembers calls by operands of which it does not see whether they are zeros.
-        before, mode.cache_enabled = mode.cache_enabled, forward_level() < 0
-        try:
-            return op(*args, **kwargs)
-        finally:
-            mode.cache_enabled = before
-    known = _RESULTS.find(key)
-    if known is not None:
-        return make(mode, known, _operands(args))
-    of_lists = _describe_lists(op, args, kwargs) if _is_on_lists(op) else None
-    if of_lists is not None:
-        _RESULTS.put(key, of_lists)
-        return make(mode, of_lists, _operands(args))
-    out = op(*args, **kwargs)
-    result = _describe(out, args)
-    if result is not None:
-        _RESULTS.put(key, result)
-    return out
+def _run(mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
+    if mode.shape_env is None and _is_in_place_on_lists(op):
+        args, _ = _distinct(mode, args, kwargs) or (args, ())
+    # torch remembers calls by operands of which it does not see whether they are zeros.
+    before, mode.cache_enabled = mode.cache_enabled, forward_level() < 0
+    try:
+        return op(*args, **kwargs)
+    finally:
+        mode.cache_enabled = before
 
 
-def _describe_lists(op: OpOverload, args: Sequence[Any], kwargs: Any) -> Result | None:
+def _describe_lists(
+    mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Any
+) -> Result | None:
     """Describes new results for lists by one of all equal positions; None if some are not new."""
-    found = _distinct(args, kwargs)
+    found = _distinct(mode, args, kwargs)
     if found is None:
         return None
     few, places = found
-    result = _describe(op(*few, **kwargs), few)
+    operands = [x for value in few if isinstance(value, list | tuple) for x in value]
+    result = _describe(op(*few, **kwargs), operands)
     if result is None or any(item is None or item.operand is not None for item in result.items):
         return None
     return Result(result.container, tuple([result.items[place] for place in places]))
@@ -234,7 +317,7 @@ def _is_in_place_on_lists(op: OpOverload) -> bool:
 
 
 def _distinct(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
+    mode: FakeTensorMode, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Sequence[int]] | None:
     """Returns the arguments with one of all positions at which lists have equal tensors.
 
@@ -250,7 +333,9 @@ def _distinct(
     places: list[int] = []
     for at, items in enumerate(zip(*lists, strict=True)):
         key: list[Any] = []
-        if not all(type(item) is FakeTensor and _add(key, item) for item in items):
+        if not all(type(item) is FakeTensor for item in items) or not _add(
+            mode, key, items, CallLookup((), [], [])
+        ):
             return None
         place = known.setdefault(tuple(key), len(known))
         if place == len(firsts):
@@ -290,22 +375,12 @@ def _make_fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Fake
     return made
 
 
-def _operands(args: Sequence[Any]) -> list[FakeTensor]:
-    """Returns the tensors among arguments by position; views are never those of a named one."""
-    found = []
-    for value in args:
-        items = value if isinstance(value, list | tuple) else (value,)
-        found += [item for item in items if isinstance(item, FakeTensor)]
-    return found
-
-
-def _describe(out: Any, args: Sequence[Any]) -> Result | None:
+def _describe(out: Any, operands: Sequence[Tensor]) -> Result | None:
     """Describes a result; None if it is not made of new memory and views alone."""
     container = type(out) if isinstance(out, list | tuple) else None
     if container not in (None, list, tuple):
         return None
     items = [out] if container is None else out
-    operands = _operands(args)
     if type(out) in PLAIN and not operands:
         return Result(None, (), out)
     places = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(reversed(operands))}
@@ -328,8 +403,8 @@ def _describe(out: Any, args: Sequence[Any]) -> Result | None:
             return None  # offsets are in units of a dtype
         new.add(storage._cdata)
         offset = 0 if at is None else int(item.storage_offset() - operands[at].storage_offset())
-        shape, stride = tuple(item.shape), item.stride()
-        made.append(_Made(shape, stride, item.dtype, item.fake_device, at, offset))
+        metadata = tuple(item.shape), item.stride(), item.dtype, item.fake_device
+        made.append(_Made(number_of(*metadata), *metadata, at, offset))
     return Result(container, tuple(made))
 
 
@@ -340,9 +415,9 @@ def _fills(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     return tensor.storage_offset() == 0 and storage.nbytes() == num_entries * tensor.itemsize
 
 
-def described(key: Key | None) -> Result | None:
-    """Returns what is known of the result of calls with this key."""
-    return None if key is None else _RESULTS.find(key)
+def described(call: CallLookup) -> Result | None:
+    """Returns what is known of the result of calls like this one."""
+    return _RESULTS.find(call.key)
 
 
 def make(mode: FakeTensorMode, result: Result, operands: Sequence[FakeTensor]) -> Any:
@@ -364,7 +439,10 @@ def _make_one(mode: FakeTensorMode, item: _Made, operands: Sequence[FakeTensor])
         if operand is not None:
             offset = item.offset + operand.storage_offset()
             made.set_(operand.untyped_storage(), offset, item.shape, item.stride)
-        return _make_fake(mode, made, item.device)
+        fake = _make_fake(mode, made, item.device)
+        address = fake.untyped_storage()._cdata
+    fake.__dict__[SEEN] = mode, item.number, address, item.shape, item.dtype
+    return fake
 
 
 def fake_mode(env: "ShapeEnv | None" = None) -> FakeTensorMode:

@@ -18,8 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.calls.fake_results import Key, key_of, run_fake
-from shardmap_torch.checker.calls.remembered import forget_written
+from shardmap_torch.checker.calls.fake_results import CallLookup, forget_written, look_up, run_fake
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.recall import Found, find, learn, repeat
@@ -140,8 +139,8 @@ def _interpret(
     # Before all else: also a write while the interpreter is paused ends what is known of a tensor.
     forget_written(op, args, kwargs)
     if interpreter.is_paused or op.namespace in _SILENT or op in _SIZES:
-        key = None if interpreter.is_symbolic else key_of(op, args, kwargs)
-        return run_fake(interpreter.fake, key, op, args, kwargs)
+        asked = _look_up(interpreter, None, op, args, kwargs)
+        return run_fake(interpreter.fake, asked, op, args, kwargs)
     _reject_misplaced(interpreter, op)
     if op is _LITERAL and not isinstance(args[0], FakeTensor):
         return _lift(interpreter, op, args[0])
@@ -162,14 +161,14 @@ def _interpret(
     if interpreter.observer is not UNOBSERVED:
         with interpreter.paused():
             seen = standing(op, arguments)
-    key = None if interpreter.is_symbolic else key_of(op, args, kwargs)
-    out = _run(interpreter, op, args, kwargs, key)
+    asked = _look_up(interpreter, found, op, args, kwargs)
+    out = _run(interpreter, op, args, kwargs, asked)
     # A view has the type of its storage, and needs no rule; the bits of a sum have no type.
     is_view = not writes and _is_known(interpreter, out) and op is not _BITS
     types = [] if is_view else result_types(interpreter, op, arguments, _results_of(out))
     _store(interpreter, op, arguments, out, types)
     interpreter.copies.follow(interpreter, arguments, [*_written(op, arguments)], out, is_view)
-    learn(interpreter, found, op, args, arguments, key)
+    learn(interpreter, found, op, args, arguments)
     # The last, since it may ask for the types of the results.
     interpreter.observer.on_call(*seen, out, found.call.key if found and not writes else None)
     return out
@@ -216,12 +215,25 @@ def _reject_read_only(interpreter: Interpreter, op: OpOverload, value: Any) -> N
 # ------------------------------------------------------------------------------------------ run
 
 
+def _look_up(
+    interpreter: Interpreter,
+    found: Found | None,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> CallLookup | None:
+    """Returns by what the result of a call is known; None where sizes are symbols."""
+    if found is not None:
+        return found.call
+    return None if interpreter.is_symbolic else look_up(interpreter.fake, op, args, kwargs)
+
+
 def _run(
     interpreter: Interpreter,
     op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    key: Key | None,
+    call: CallLookup | None,
 ) -> Any:
     dtypes = {t.dtype for value in args for t in tensors_of(value)} if op in _ONE_DTYPE else ()
     if len(dtypes) > 1:
@@ -229,7 +241,7 @@ def _run(
         head = f"{name_of(op)} of {names}: torch multiplies tensors of one dtype only."
         raise messages.error(interpreter, head, [], "cast one of them.")
     try:
-        out = run_fake(interpreter.fake, key, op, args, kwargs)
+        out = run_fake(interpreter.fake, call, op, args, kwargs)
     except DynamicOutputShapeException as error:
         head = f"the shape of what {name_of(op)} gives depends on data."
         advice = SIZED_BY_DATA.get(name_of(op), "use an operation whose result has a known shape.")

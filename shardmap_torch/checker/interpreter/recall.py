@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.calls.fake_results import Key
-from shardmap_torch.checker.calls.remembered import CallLookup, Known, Situation
+from shardmap_torch.checker.calls.fake_results import SEEN, CallLookup, look_up, make
+from shardmap_torch.checker.calls.remembered import Known, Situation, knowledge
 from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import name_of_own
@@ -62,9 +62,9 @@ def find(
     interpreter: "Interpreter", op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Found | None:
     """Looks a call up; None where it cannot be remembered."""
-    if interpreter.is_special or has_saving_hooks() or torch.is_inference_mode_enabled():
+    if interpreter.is_special or has_saving_hooks():
         return None
-    call = interpreter.remembered.call(op, args, kwargs)
+    call = look_up(interpreter.fake, op, args, kwargs)
     if call is None:
         return None
     types = interpreter.types_by_storage
@@ -103,19 +103,18 @@ def learn(
     op: OpOverload,
     args: Sequence[Any],
     arguments: Mapping[str, Any],
-    key: Key | None,
 ) -> None:
     """Remembers the call that has just been typed, if all that matters is in `found`."""
-    if found is None or key is None or op in _UNLIKE or is_rank_only(op):
+    if found is None or op in _UNLIKE or is_rank_only(op):
         return
     if may_draw(op) and draws(op, arguments):
         return
     if signature_of(op).branches or is_in_linear_backward():
         return
     equation = interpreter.equations[-1]
-    known = found.known or interpreter.remembered.learn(
-        found.call, op, equation.literals, args, key
-    )
+    known = found.known or knowledge(found.call, op, equation.literals, args)
+    if known is not None:
+        interpreter.remembered.calls[found.call.key] = known
     if known is not None and not known.is_view:
         made = [use.storage_type for use in equation.results]
         outcome = [each.types for each in made], made[0].batched_over if made else _NONE
@@ -139,7 +138,7 @@ def repeat(
             reject_unseen(interpreter, name_of_own)
         site, backward = interpreter.site()
     call, storage_types = found.call, found.storage_types
-    out, made, storages = interpreter.remembered.make(known, call)
+    out = make(interpreter.fake, known.result, call.tensors)
     uses = []
     for name, at in known.operands:
         storage_type, (*_, shape, dtype) = storage_types[at], call.seen[at]
@@ -147,7 +146,7 @@ def repeat(
         uses.append(Use(name, storage_type, storage_type.types, dtype, shape, number))
     equation = Equation(known.name, tuple(uses), (), site, backward)
     equation.literals = known.literals
-    _store(interpreter, equation, found, made, storages)
+    _store(interpreter, equation, found, known.result.tensors(out))
     interpreter.add(equation)
     if interpreter.copies.any and known.is_view and any(map(is_marked, call.tensors)):
         interpreter.copies.follow(interpreter, {"": call.tensors}, [], out, True)
@@ -162,7 +161,6 @@ def _store(
     equation: Equation,
     found: Found,
     made: Sequence[Tensor],
-    storages: Sequence[int],
 ) -> None:
     """Types the results, as `operations._store` does."""
     assert found.known is not None  # by `repeat`
@@ -172,9 +170,8 @@ def _store(
     tasks = interpreter.tasks_of(found.storage_types)
     known = interpreter.types_by_storage
     results = []
-    described = found.known.results
-    for index, (tensor, storage) in enumerate(zip(made, storages, strict=True)):
-        _, shape, dtype = described[index]
+    for index, tensor in enumerate(made):
+        _, _, storage, shape, dtype = tensor.__dict__[SEEN]
         storage_type = known.get(storage)
         if storage_type is None:
             made_by = equation, "", tensor.untyped_storage()

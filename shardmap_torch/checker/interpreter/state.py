@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.calls.fake_results import fake_mode
-from shardmap_torch.checker.calls.remembered import Remembered, address_of
+from shardmap_torch.checker.calls.fake_results import address_of, fake_mode
+from shardmap_torch.checker.calls.remembered import Remembered
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.program import CLOSED_OVER, StorageType, varying
 from shardmap_torch.checker.rewrites.copies import Copies
@@ -70,7 +70,7 @@ class TypeStore:
         self.closures: dict[int, Tensor] = {}
         self.copies = Copies()
         self.types_by_storage: dict[int, StorageType] = {}
-        self.remembered = Remembered(self.fake)
+        self.remembered = Remembered()
         self.is_paused = False
         self._thread = threading.get_ident()
         self._applies = False

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from shardmap_torch.checker.calls.remembered import address_of
+from shardmap_torch.checker.calls.fake_results import address_of
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.checker.ir.sizes import hashable_size

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.checker import check_step
 from shardmap_torch import I, P, R, all_reduce, check_program, convert, make_mesh, shard_map
-from shardmap_torch.checker.calls.remembered import Remembered
+from shardmap_torch.checker.calls import fake_results
 from shardmap_torch.checker.interpreter import recall
 from shardmap_torch.checker.spmd.repeated import Repeated
 from tests.checker.support import position_programs, softmax_programs, vocabulary_programs
@@ -61,7 +61,7 @@ def test_answers_on_equal_layers_are_those_made_anew(strictness: str) -> None:
     [
         (Repeated, "_number", lambda self, shard: 0),
         (recall, "_situation", lambda *args: ()),
-        (Remembered, "_number", lambda self, *described: 0),
+        (fake_results, "number_of", lambda *described: -1),
     ],
 )
 def test_a_key_that_does_not_say_all_is_found(forgetful: Any, name: str, value: Any) -> None:

@@ -144,7 +144,7 @@ def _require_same_call(made_by: Interpreter, found: Found, op: Any) -> None:
     require(f"literals of {op}", known.literals, equation.literals)
     require(
         f"results of {op}",
-        [(shape, dtype) for _, shape, dtype in known.results],
+        [(item.shape, item.dtype) for item in known.result.items if item is not None],
         [(use.shape, use.dtype) for use in uses],
     )
     operands = [(n, found.storage_types[at]) for n, at in known.operands]
@@ -164,13 +164,13 @@ def _results(counts: Counter[str]) -> Iterator[None]:
     """Shapes, strides, dtypes, devices and memory of results on fake tensors."""
     run = fake_results.run_fake
 
-    def run_anew(mode: Any, key: Any, op: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        known = fake_results.described(key)
+    def run_anew(mode: Any, call: Any, op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        known = None if call is None else fake_results.described(call)
         if known is None:
-            return run(mode, key, op, args, kwargs)
+            return run(mode, call, op, args, kwargs)
         out = op(*args, **kwargs)
         counts["results"] += 1
-        require(f"metadata of {op}", known, fake_results._describe(out, args))
+        require(f"metadata of {op}", known, fake_results._describe(out, call.tensors))
         return out
 
     with patch.object(operations, "run_fake", run_anew):
