@@ -20,7 +20,7 @@ from torch import Tensor
 from shardmap_torch.backends.threads import thread_state
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
-from shardmap_torch.checker.ir.program import CLOSED_OVER, Equation
+from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.request import Strictness
@@ -31,7 +31,8 @@ from shardmap_torch.core.torch_private.engine import FakeTensor, forward_level
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials.comparison import Comparison, RefutedError
-from shardmap_torch.run.trials.runs import Like, Program
+from shardmap_torch.run.trials.draws import Like
+from shardmap_torch.run.trials.runs import Program
 from shardmap_torch.run.trials.watch import UntriedError
 
 T = TypeVar("T")
@@ -215,12 +216,6 @@ def _program(call: Call, likes: dict[int, Like], strictness: Strictness, axes: A
         verdict = attempt(there, NONE, strictness)
     except Exception as error:  # the user's code may raise anything
         raise _UncheckedError from error
-    for equation in verdict.equations:
-        if any(use.storage_type.label.startswith(CLOSED_OVER) for use in equation.operands):
-            raise UntriedError(
-                f"the body closes over a tensor, whose values may change; pass it as an argument, "
-                f"at {equation.site}"
-            )
     return Program(there, verdict, likes)
 
 

@@ -1,9 +1,9 @@
 """Compares what ranks compute from random numbers with what one device computes."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, zip_longest
 from typing import Any, Final
 
 import torch
@@ -12,7 +12,17 @@ from torch import Tensor
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.errors import show
-from shardmap_torch.run.trials.runs import GRADIENT, Draw, Program, Values
+from shardmap_torch.run.trials.dependence import ZERO, Dependence, tolerance
+from shardmap_torch.run.trials.draws import (
+    FARTHER,
+    PLAIN,
+    SHIFTED,
+    STRUCTURED,
+    TIED,
+    Draw,
+    Style,
+)
+from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
 from shardmap_torch.run.trials.watch import Seen, UntriedError, Watched
 
 
@@ -20,19 +30,17 @@ class RefutedError(Exception):
     """Ranks compute something else than one device; says what."""
 
 
-_TRIALS: Final = 3
-"""The number of trials, if these reach all pieces."""
-
-_SCALES: Final = (1.0, 0.1, 10.0, 1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1e3, 1e-2, 1e-3, 1e-4, 1e-5, 1e-7)
-"""Scales of the numbers of each trial that may be made."""
-
 _VISIBLE: Final = 1e-6
 """Size from which a result tells which pieces are right."""
 
-_OF_ENTRY: Final = 1e-9
-_OF_LARGEST: Final = 1e-11
-_ZERO: Final = 1e-12
-"""Rounding of 64-bit numbers: after exponentials of hundreds, in sums of thousands, of zero."""
+_ROUNDING: Final = 1e-14
+"""Rounding of inputs, in parts of these."""
+
+_SHARE: Final = 1e-2
+"""The part of a difference that such rounding must not make."""
+
+_PROBES: Final = 16
+"""Maximal number of limits of an integer argument that are looked at."""
 
 Steps = Sequence[tuple[Any, ...]]
 
@@ -55,40 +63,105 @@ class Comparison:
     worst: float = 0.0
     zero: set[str] = field(default_factory=set)
     _seen: tuple[Seen, Seen] = field(default_factory=lambda: (Seen(), Seen()))
+    _excused: Seen = field(default_factory=Seen)
     _steps: tuple[Steps, Steps] = ((), ())
-    _void: int = 0
+    _selects: bool = False
+    _lost: set[str] = field(default_factory=set)
+    _untold: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        """Makes trials until all pieces of both programs were met.
+        """Makes trials until all pieces of both programs, and all dependences, were met.
 
         Raises:
             RefutedError: the ranks compute something else.
             UntriedError: random numbers cannot decide.
         """
-        expected, watched = _run(self.one, Draw(0, 1.0))
-        lengths = watched.lengths
+        blocks = self.ranks.blocks
+        expected, watched = _run(self.one, Draw(0, blocks=blocks))
         self.zero = {name for name, x in expected.items() if isinstance(x, Tensor)}
+        self._untold = {*expected}
+        base = Draw(1, blocks=blocks, lengths=watched.lengths)
+        base = replace(base, limits=self._limits(watched, base))
         positive: frozenset[int] = frozenset()
-        for seed, scale in enumerate(_SCALES):
-            if self._void == 1 and not positive:
-                positive = self._positive(lengths)
-            if self.num_trials < _TRIALS:
-                self._try(Draw(seed + 1, scale, positive, lengths, watched.limits_within))
-            else:
-                self._try(Draw(seed + 1, scale, frozenset(), lengths, watched.limits))
-            if self.num_trials >= _TRIALS and not any(seen.missing for seen in self._seen):
-                break
-        self._require_decided()
-        self._require_same_steps(Draw(1, _SCALES[0], lengths=lengths))
+        if not _is_defined(_run(self.one, base)[0]):
+            positive = self._positive(base)
+        base = replace(base, positive=positive)
+        dependence = Dependence(self.one, blocks, self.ranks.result_blocks)
+        self._meet_all(base, dependence)
+        self._require_decided(dependence)
+        self._require_same_steps(replace(base, positive=frozenset(), closures={}))
 
-    def _positive(self, lengths: Mapping[int, int]) -> frozenset[int]:
+    def _meet_all(self, base: Draw, dependence: Dependence) -> None:
+        # Each choice has closures of its own, the same for ranks and for one device.
+        draws = (replace(base, seed=seed, closures={}) for seed in count(1))
+        for style in PLAIN:
+            draw = replace(next(draws), style=style)
+            if self._try(draw) and style is PLAIN[0]:
+                dependence.look(draw, self._lost)
+        for style in STRUCTURED if self._is_discrete(draw) else ():
+            draw = replace(next(draws), style=style)
+            if self._try(draw, partly=True):
+                dependence.look(draw, self._lost)
+        for style in TIED if self._selects else ():
+            self._try(replace(next(draws), style=style), partly=True, gradients=False)
+        self._see_all(draws, dependence)
+        for style in FARTHER:
+            if self.num_trials >= len(PLAIN) and not any(self._missing()):
+                break
+            # Functions of positive numbers may be equal for these alone.
+            self._try(replace(next(draws), style=style, positive=frozenset()))
+
+    def _see_all(self, draws: Iterator[Draw], dependence: Dependence) -> None:
+        """Makes trials in which dependences are large that have not been seen."""
+        for style in SHIFTED:
+            found = dependence.unseen.values()
+            for pattern in sorted({draw.style.pattern for draw in found}):
+                draw = replace(next(draws), style=replace(style, pattern=pattern))
+                if self._try(draw, partly=pattern != "random"):
+                    dependence.look(draw, self._lost)
+
+    def _missing(self) -> tuple[str | None, ...]:
+        """Returns a condition that was the same in all trials, on one device and on the ranks."""
+        one, ranks = self._seen
+        return one.missing(self._excused), ranks.missing(self._excused)
+
+    def _is_discrete(self, draw: Draw) -> bool:
+        drawn = [*draw.values(self.one.likes, True).values(), *draw.closures.values()]
+        return not all(map(is_smooth, drawn))
+
+    def _limits(self, watched: Watched, base: Draw) -> dict[int, frozenset[int]]:
+        """Returns the numbers by which conditions change, but those that the body does not take.
+
+        On one device it fails with these, as a lookup does: they are out of its domain, and so is
+        what happens for them.
+        """
+        limits: dict[int, frozenset[int]] = {}
+        for at, numbers in watched.limits.items():
+            bounds = torch.iinfo(self.one.likes[at].dtype)
+            inside = range(watched.lengths.get(at, 0))
+            own = sorted(n for n in numbers if bounds.min <= n <= bounds.max)
+            probed = [n for n in own if n not in inside][:_PROBES]
+            outside = {n for n in probed if self._takes(replace(base, limits={at: frozenset({n})}))}
+            limits[at] = frozenset(own).intersection(inside) | outside
+        return limits
+
+    def _takes(self, draw: Draw) -> bool:
+        seen = Seen()
+        try:
+            self.one.run(draw, seen=seen)
+        except Exception:  # the user's code may raise anything
+            self._excused.add(seen)
+            return False
+        return True
+
+    def _positive(self, base: Draw) -> frozenset[int]:
         """Returns the arguments that have to be positive for results to be finite.
 
         Others are not: functions of these may be equal for positive numbers alone.
         """
         found = frozenset(self.one.likes)
         for at in self.one.likes:
-            draws = [Draw(seed, 1.0, found - {at}, lengths) for seed in range(_TRIALS)]
+            draws = [replace(base, seed=seed, positive=found - {at}) for seed in range(len(PLAIN))]
             if all(_is_defined(_run(self.one, draw)[0]) for draw in draws):
                 found -= {at}
         return found
@@ -109,47 +182,90 @@ class Comparison:
         lines += [f"  zero in all of them: {name}" for name in sorted(self.zero)]
         return "\n".join(lines)
 
-    def _try(self, draw: Draw) -> None:
-        expected, one = _run(self.one, draw)
-        if not _is_defined(expected):
-            self._void += 1
-            return
+    def _try(self, draw: Draw, partly: bool = False, gradients: bool = True) -> bool:
+        """Compares the programs for one choice of numbers; returns whether that says something.
+
+        Args:
+            draw: the numbers.
+            partly: whether results may have entries that are not finite, as rows of an attention
+                of which all is hidden.
+            gradients: whether these are compared too.
+        """
+        try:
+            expected, one = self.one.run(draw)
+        except Exception as error:  # the user's code may raise anything
+            if partly:
+                return False
+            raise _failure(self.one, error) from error
+        if not (_is_partly_defined(expected) if partly else _is_defined(expected)):
+            return False
         try:
             values, ranks = self.ranks.run(draw)
         except Exception as error:  # the user's code may raise anything
             raise RefutedError(f"on the ranks it fails: {_described(error)}") from error
+        if not gradients:
+            values, expected = _results(values), _results(expected)
+        lost = self._require_equal(values, expected, draw)
         self.num_trials += 1
         self._steps = one.steps, ranks.steps
-        self._require_equal(values, expected)
+        self._selects |= one.selects or ranks.selects
         fixed = _fixed_results(expected, one)
-        self.zero -= {name for name, x in expected.items() if name in fixed or _size(x) > _ZERO}
-        if all(_size(x) > _VISIBLE for name, x in expected.items() if name not in self.zero):
+        self.zero -= {name for name, x in expected.items() if name in fixed or _size(x) > ZERO}
+        told = expected.keys() - self.zero
+        if not lost and all(_size(expected[name]) > _VISIBLE for name in told):
             for seen, watched in zip(self._seen, (one, ranks), strict=True):
                 seen.add(watched.seen)
+        self._lost = lost
+        return True
 
-    def _require_equal(self, values: Values, expected: Values) -> None:
+    def _require_equal(self, values: Values, expected: Values, draw: Draw) -> set[str]:
+        """Requires equal values; returns the names of those that are lost in rounding.
+
+        A cumprod, for one, has no digit of its gradient right where numbers are tiny.
+        """
         for name in sorted(values.keys() ^ expected.keys()):
             where = "on one device" if name in values else "on the ranks"
             raise RefutedError(f"{where} there is no result {name}")
-        for name, other in expected.items():
-            difference = _difference(values[name], other)
-            if isinstance(difference, str):
-                raise RefutedError(f"{name} {difference}")
-            self.worst = max(self.worst, difference)
+        differences = {name: _difference(values[name], x) for name, x in expected.items()}
+        lost = {name for name, what in differences.items() if isinstance(what, str)}
+        if lost:
+            lost &= self._moved_by_rounding(draw, values, expected)
+        for name, difference in differences.items():
+            if isinstance(difference, float):
+                self.worst = max(self.worst, difference)
+            elif name not in lost:
+                raise RefutedError(f"{name} {difference}{_shown(draw.style)}")
+        self._untold -= expected.keys() - lost
+        return lost
 
-    def _require_decided(self) -> None:
+    def _moved_by_rounding(self, draw: Draw, values: Values, expected: Values) -> set[str]:
+        """Returns what inputs that are off by rounding move about as far as the programs differ."""
+        near = replace(draw, style=replace(draw.style, jitter=_ROUNDING))
+        moved = [(self.one.run(near)[0], expected), (self.ranks.run(near)[0], values)]
+        return {
+            name
+            for name, other in expected.items()
+            for found, base in moved
+            if _is_larger(_distance(found[name], base[name]), _distance(values[name], other))
+        }
+
+    def _require_decided(self, dependence: Dependence) -> None:
         """Requires that the trials suffice."""
-        if self.num_trials < _TRIALS:
+        if self.num_trials < len(PLAIN):
             raise UntriedError("results are infinite or not a number for random inputs")
         one, ranks = map(_losses, self._steps)
         if one != ranks:
             raise UntriedError("losses whose targets may be ignored are others on one device")
-        for seen, where in zip(self._seen, ("on one device", "on the ranks"), strict=True):
-            if seen.missing is not None:
-                raise UntriedError(f"{where} {seen.missing}")
+        for missing, where in zip(self._missing(), ("on one device", "on the ranks"), strict=True):
+            if missing is not None:
+                raise UntriedError(f"{where} {missing}")
         for name in self.zero:
             if not name.startswith(GRADIENT):
                 raise UntriedError(f"{name} is zero for all random inputs")
+        for name in sorted(self._untold):
+            raise UntriedError(f"{name} is lost in rounding for all random inputs")
+        if dependence.unseen:
+            raise UntriedError(dependence.explain())
 
     def _require_same_steps(self, draw: Draw) -> None:
         """Requires that the body does the same with the dtypes of the call."""
@@ -167,8 +283,11 @@ def _run(program: Program, draw: Draw, wide: bool = True) -> tuple[Values, Watch
     try:
         return program.run(draw, wide)
     except Exception as error:  # the user's code may raise anything
-        where = f"on the {program.call.mesh}"
-        raise UntriedError(f"{where} it fails: {_described(error)}") from error
+        raise _failure(program, error) from error
+
+
+def _failure(program: Program, error: Exception) -> UntriedError:
+    return UntriedError(f"on the {program.call.mesh} it fails: {_described(error)}")
 
 
 def _described(error: Exception) -> str:
@@ -198,6 +317,52 @@ def _is_defined(values: Values) -> bool:
     return all(bool(x.isfinite().all()) for x in values.values() if isinstance(x, Tensor))
 
 
+def _is_partly_defined(values: Values) -> bool:
+    """Returns whether each result has a finite number; gradients may have none."""
+    return all(
+        bool(x.isfinite().any())
+        for name, x in values.items()
+        if isinstance(x, Tensor) and x.numel() and not name.startswith(GRADIENT)
+    )
+
+
+def _distance(mine: Any, other: Any) -> Tensor | None:
+    """Returns the distance of entries; None where tensors are none, or not alike."""
+    if not (isinstance(mine, Tensor) and isinstance(other, Tensor)) or not is_smooth(mine):
+        return None
+    return (mine - other).abs() if mine.shape == other.shape else None
+
+
+def _is_larger(moved: Tensor | None, apart: Tensor | None) -> bool:
+    """Returns whether entries move by rounding about as far as they are apart, where most."""
+    if moved is None or apart is None or not bool(apart.isfinite().all()):
+        return False
+    at = apart.argmax()
+    return bool(moved.flatten()[at] > _SHARE * apart.flatten()[at])
+
+
+def _results(values: Values) -> Values:
+    return {name: x for name, x in values.items() if not name.startswith(GRADIENT)}
+
+
+def _shown(style: Style) -> str:
+    """Formats for which arguments it is so, where these are special."""
+    if style.tied:
+        return ", where entries are equal"
+    return _SHOWN.get(style.pattern, "")
+
+
+_SHOWN: Final = {
+    "first": ", where booleans are a prefix and integers ascend",
+    "last": ", where booleans are a suffix",
+    "all": ", where all booleans are true and integers equal",
+    "none": ", where all booleans are false and integers 0",
+    "sparse": ", where few booleans are true and integers lie in long runs",
+    "dense": ", where few booleans are false and integers descend",
+    "blocks": ", where booleans and integers are constant on each rank",
+}
+
+
 def _size(value: Any) -> float:
     """Returns the largest entry; infinity for what has none."""
     if not isinstance(value, Tensor) or not value.numel():
@@ -223,11 +388,13 @@ def _difference(mine: Any, other: Any) -> float | str:
     if not is_smooth(other):
         apart = (mine != other).double()
         return 0.0 if not apart.any() else _worst(mine, other, apart)
-    apart = (mine - other).abs().nan_to_num(torch.inf)
-    scale = float(other.abs().max())
-    if bool((apart > _OF_ENTRY * other.abs() + max(_OF_LARGEST * scale, _ZERO)).any()):
+    # Where one device has no number, ranks may have another one that is none.
+    defined = other.isfinite()
+    apart = torch.where(defined, (mine - other).abs().nan_to_num(torch.inf), 0.0)
+    known = torch.where(defined, other, 0.0)
+    if bool((apart > tolerance(known)).any()):
         return _worst(mine, other, apart)
-    return float(apart.max()) / max(scale, 1.0)
+    return float(apart.max()) / max(float(known.abs().max()), 1.0)
 
 
 def _worst(mine: Tensor, other: Tensor, apart: Tensor) -> str:

@@ -4,7 +4,7 @@ Two analytic functions that are equal on random operands are equal, but for chan
 pieces is so where each of its pieces was met. An operator that stands in no table is refused.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import torch
@@ -28,18 +28,29 @@ MOVED: Final = _names(
     "transpose t squeeze unsqueeze select slice split split_with_sizes unbind unfold diagonal "
     "movedim cat stack clone contiguous alias detach flip roll repeat constant_pad_nd tril triu "
     "slice_scatter select_scatter copy fill zero where masked_fill real imag conj "
-    "_conj resolve_conj as_strided _to_copy col2im im2col"
+    "_conj resolve_conj as_strided _to_copy col2im im2col _wrap_tensor_autograd wait_tensor "
+    "broadcast_tensors unsafe_split unsafe_chunk chunk swapaxes narrow flatten _conj_physical"
 )
 """Those that move entries, of any dtype."""
 
+VIEWED: Final = _names(
+    "view _unsafe_view reshape _reshape_alias expand permute transpose t squeeze unsqueeze select "
+    "slice split unbind clone alias detach flip"
+)
+"""Those of them whose results have entries of their one operand alone."""
+
+SELECTED: Final = _names("argmax argmin sort argsort topk kthvalue median")
+"""Those that choose among entries: in as many pieces as orders, none of which is special."""
+
 ANALYTIC: Final = _names(
     "add sub rsub mul div neg reciprocal square sqrt rsqrt pow exp exp2 expm1 log log2 log10 log1p "
-    "sin cos tan sinh cosh tanh asinh atan erf erfc sigmoid log_sigmoid_forward silu gelu "
-    "softplus mish logit lerp addcmul addcdiv sum mean prod cumsum var std var_mean logsumexp "
-    "logaddexp mm bmm mv dot vdot addmm addmv addbmm baddbmm addr matmul linear trace "
-    "_softmax _log_softmax native_layer_norm native_group_norm _fused_rms_norm convolution "
-    "linalg_inv_ex linalg_solve_ex mse_loss binary_cross_entropy_with_logits xlogy cumprod "
-    "avg_pool1d avg_pool2d upsample_nearest1d upsample_nearest2d upsample_linear1d "
+    "sin cos tan sinh cosh tanh asin acos atan atan2 asinh acosh atanh erf erfc sigmoid "
+    "log_sigmoid_forward silu gelu softplus mish logit lerp addcmul addcdiv sum mean prod cumsum "
+    "var std var_mean logsumexp logaddexp mm bmm mv dot vdot addmm addmv addbmm baddbmm addr "
+    "matmul linear trace "
+    "_softmax _log_softmax _safe_softmax native_layer_norm native_group_norm _fused_rms_norm "
+    "convolution linalg_inv_ex linalg_solve_ex mse_loss binary_cross_entropy_with_logits xlogy "
+    "cumprod avg_pool1d avg_pool2d upsample_nearest1d upsample_nearest2d upsample_linear1d "
     "upsample_bilinear2d _fft_r2c _fft_c2c _fft_c2r "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math "
     "_scaled_dot_product_efficient_attention"
@@ -135,7 +146,7 @@ MODERATE: Final[Mapping[str, float]] = {
 }
 """Analytic functions that are constant but for rounding beyond some size of their operand."""
 
-SHARES: Final = _names("_softmax _log_softmax")
+SHARES: Final = _names("_softmax _log_softmax _safe_softmax")
 """Functions whose results, or their exponentials, are constant but for rounding near 0 and 1."""
 
 LOG_SUMS: Final = _names("logsumexp logaddexp")
@@ -150,8 +161,23 @@ LOGICAL: Final = _names(
 )
 """Functions of booleans."""
 
+DIVIDED: Final = _names("floor_divide remainder div fmod")
+"""Quotients and rests of integers."""
+
 _INFINITE: Final = 1e30
 """Limits that no entry reaches: infinities, and what stands for them."""
+
+_LARGE: Final = 1e3
+"""Numbers from which on masks mean infinity by them."""
+
+Condition = tuple[Tensor, Tensor]
+"""Where it is true, and where it is open."""
+
+Bounds = tuple[int, int]
+"""The least and the largest that integers or booleans can be, whatever the inputs are."""
+
+BoundsOf = Callable[[Any], Bounds | None]
+"""From a number or tensor to its bounds; None if nothing is known."""
 
 
 def name_of(func: OpOverload) -> str:
@@ -162,7 +188,7 @@ def name_of(func: OpOverload) -> str:
 
 def is_analytic(name: str, arguments: Mapping[str, Any]) -> bool:
     """Returns whether a call is of an analytic function."""
-    if name == "linalg_vector_norm":
+    if name in ("linalg_vector_norm", "_foreach_norm"):
         return bool(arguments["ord"] == 2)
     is_smooth = arguments.get("rounding_mode") is None and not arguments.get("dropout_p")
     own = name.removeprefix("_foreach_")
@@ -170,27 +196,43 @@ def is_analytic(name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def conditions(
-    name: str, arguments: Mapping[str, Any], out: Any
-) -> Sequence[tuple[Tensor, Tensor]] | None:
+    name: str, arguments: Mapping[str, Any], out: Any, masks: Set[float], of: BoundsOf
+) -> Sequence[Condition] | None:
     """Returns the conditions on which an operator's pieces depend, and where they are open.
 
-    They are not open where an operand is infinite. None if the operator has no known pieces.
+    They are not open where an operand is infinite, or one of the large numbers that the program
+    writes where something is hidden. None if the operator has no known pieces.
     """
     if name in COMPARED:
-        return [_open(arguments["self"], arguments["other"], COMPARED[name])]
+        return [_open(arguments["self"], arguments["other"], COMPARED[name], masks)]
     if name in LARGER:
         # Integers are often equal, which says nothing of those that are smaller.
-        sides = [torch.gt] if arguments["self"].is_floating_point() else [torch.gt, torch.lt]
-        return [_open(a, b, side) for a, b in LARGER[name](arguments) for side in sides]
+        sides = ("gt",) if arguments["self"].is_floating_point() else ("gt", "lt")
+        return [
+            _open(a, b, COMPARED[side], masks)
+            for a, b in LARGER[name](arguments)
+            for side in sides
+            if not _is_certain(side, of(a), of(b))
+        ]
     if name in EXTREMA:
-        return _of_extrema(arguments, out)
+        return _of_extrema(arguments, out, masks)
     if name in LOGICAL and _is_boolean(arguments):
         return [(out, torch.ones_like(out))]
+    if name in ("bucketize", "searchsorted"):
+        buckets = range(int(out.max()) + 1) if out.numel() else ()
+        return [(out == n, torch.ones_like(out, dtype=torch.bool)) for n in buckets]
+    if name in DIVIDED and not arguments["self"].is_floating_point():
+        return [(out == 0, torch.ones_like(out, dtype=torch.bool))]
     return None
 
 
-def moderate(name: str, arguments: Mapping[str, Any], out: Any) -> tuple[Tensor, Tensor] | None:
-    """Returns where a function is not constant but for rounding, and where that is open."""
+def moderate(
+    name: str, arguments: Mapping[str, Any], out: Any, masks: Set[float]
+) -> Condition | None:
+    """Returns where a function is not constant but for rounding, and where that is open.
+
+    It is not open at differences with the large numbers that stand for infinity.
+    """
     if name in SHARES:
         shares = out.exp() if name == "_log_softmax" else out
         alone = arguments["self"].ndim == 0 or arguments["self"].shape[arguments["dim"]] == 1
@@ -202,27 +244,111 @@ def moderate(name: str, arguments: Mapping[str, Any], out: Any) -> tuple[Tensor,
     if name not in MODERATE:
         return None
     x = arguments["self"].abs()
-    return _open(x, MODERATE[name], torch.lt)
+    condition, finite = _open(x, MODERATE[name], torch.lt)
+    return condition, finite & (x < min(map(abs, masks), default=_INFINITE) / 2)
 
 
-def _open(a: Any, b: Any, compare: Callable[[Any, Any], Tensor]) -> tuple[Tensor, Tensor]:
+def _is_certain(side: str, mine: Bounds | None, other: Bounds | None) -> bool:
+    """Returns whether a comparison is the same for all inputs."""
+    if mine is None or other is None:
+        return False
+    least, largest = BOUNDED[side](*mine, *other)
+    return least == largest
+
+
+def _open(
+    a: Any, b: Any, compare: Callable[[Any, Any], Tensor], masks: Set[float] = frozenset()
+) -> Condition:
     condition = compare(a, b)
     finite = torch.ones_like(condition)
     for each in (a, b):
-        if not isinstance(each, Tensor) or each.is_floating_point():
-            finite &= abs(each) < _INFINITE
+        if not isinstance(each, Tensor):
+            finite &= abs(each) < _INFINITE and each not in masks
+        elif each.is_floating_point():
+            finite &= each.abs() < _INFINITE
+            for number in masks:
+                finite &= each != number
     return condition, finite
 
 
-def limits(name: str, arguments: Mapping[str, Any]) -> frozenset[int]:
-    """Returns the integers at which, or around which, an operator does something else."""
-    if name == "embedding":
-        row = arguments["padding_idx"]
-        return frozenset({row} if row >= 0 else ())
-    limit = arguments.get("other")
-    if name not in COMPARED or not isinstance(limit, int):
-        return frozenset()
-    return frozenset({limit} if name in {"eq", "ne"} else {limit - 1, limit, limit + 1})
+def mask_numbers(name: str, arguments: Mapping[str, Any]) -> frozenset[float]:
+    """Returns the large number that a call writes where a mask is true: it stands for infinity."""
+    number = arguments.get("value") if name == "masked_fill" else None
+    if isinstance(number, Tensor) and number.numel() == 1:
+        number = number.item()
+    return frozenset({float(number)} if number is not None and abs(number) >= _LARGE else ())
+
+
+def integers_of(value: Any) -> frozenset[int]:
+    """Returns the least and the largest of integers; none of other numbers."""
+    if isinstance(value, int):
+        return frozenset({value})
+    if isinstance(value, Tensor) and value.numel() and not value.is_floating_point():
+        return frozenset({int(value.min()), int(value.max())})
+    return frozenset()
+
+
+def limits(name: str, arguments: Mapping[str, Any]) -> Sequence[tuple[Tensor, Any, Sequence[int]]]:
+    """Returns operands with the numbers around which an operator does something else with them.
+
+    How far around is said too.
+    """
+    if name == "embedding" and arguments["padding_idx"] >= 0:
+        return [(arguments["indices"], arguments["padding_idx"], (0,))]
+    if name not in COMPARED:
+        return []
+    around = (0,) if name in {"eq", "ne"} else (-1, 0, 1)
+    sides = arguments["self"], arguments["other"]
+    return [
+        (x, other, around)
+        for x, other in (sides, sides[::-1])
+        if isinstance(x, Tensor) and not x.is_floating_point()
+    ]
+
+
+def bounds(name: str, arguments: Mapping[str, Any], of: BoundsOf) -> Bounds | None:
+    """Returns between which integers all entries of a result are, whatever the inputs are.
+
+    So indices of the largest entries are between those of a dim, and a condition on these that is
+    always true has one piece. None if that is not known.
+    """
+    x = arguments.get("self")
+    if name in SELECTED and isinstance(x, Tensor):
+        dim = arguments.get("dim")
+        return 0, (x.numel() if dim is None or not x.ndim else x.shape[dim]) - 1
+    mine, other = of(x), of(arguments.get("other"))
+    if mine is None:
+        return None
+    if name == "clamp":
+        low, high = of(arguments["min"]) or mine, of(arguments["max"]) or mine
+        return max(mine[0], low[0]), min(max(mine[1], low[1]), high[1])
+    if name in VIEWED:
+        return mine
+    if name in ("bitwise_not", "logical_not") and isinstance(x, Tensor) and x.dtype == torch.bool:
+        return 1 - mine[1], 1 - mine[0]
+    if other is None or arguments.get("alpha", 1) != 1:
+        return None
+    combine = BOUNDED.get(name)
+    is_bitwise = name in LOGICAL and not {*mine, *other} <= {0, 1}
+    return None if combine is None or is_bitwise else combine(*mine, *other)
+
+
+BOUNDED: Final[Mapping[str, Callable[[int, int, int, int], tuple[int, int]]]] = {
+    "add": lambda a, b, c, d: (a + c, b + d),
+    "sub": lambda a, b, c, d: (a - d, b - c),
+    "lt": lambda a, b, c, d: (b < c, a < d),
+    "le": lambda a, b, c, d: (b <= c, a <= d),
+    "gt": lambda a, b, c, d: (a > d, b > c),
+    "ge": lambda a, b, c, d: (a >= d, b >= c),
+    **dict.fromkeys(("bitwise_and", "logical_and"), lambda a, b, c, d: (min(a, c), min(b, d))),
+    **dict.fromkeys(("bitwise_or", "logical_or"), lambda a, b, c, d: (max(a, c), max(b, d))),
+}
+"""From the bounds of two operands, those of conditions and sums; `and` and `or` of booleans."""
+
+
+def is_masked_fill(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a call writes one number where a mask is true."""
+    return "index_put" in name and arguments["values"].numel() == 1
 
 
 def _of_log_sum(arguments: Mapping[str, Any], out: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,16 +362,16 @@ def _of_log_sum(arguments: Mapping[str, Any], out: Tensor) -> tuple[Tensor, Tens
     return ((x - out).exp() - 0.5).abs() < 0.5 - 1e-6, finite
 
 
-def _of_extrema(arguments: Mapping[str, Any], out: Any) -> Sequence[tuple[Tensor, Tensor]]:
+def _of_extrema(arguments: Mapping[str, Any], out: Any, masks: Set[float]) -> Sequence[Condition]:
     x, other = arguments["self"], arguments.get("other")
     if other is not None:
-        return [_open(x, other, torch.gt)]
+        return [_open(x, other, torch.gt, masks)]
     extreme = out[0] if isinstance(out, tuple) else out
     dims = arguments.get("dim")
     if dims is not None and dims != [] and not arguments.get("keepdim"):
         for dim in sorted([d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]):
             extreme = extreme.unsqueeze(dim)
-    condition, finite = _open(x, extreme, torch.eq)
+    condition, finite = _open(x, extreme, torch.eq, masks)
     alone = extreme.numel() == x.numel()  # maxima of one entry
     return [(condition, finite & (not alone))]
 

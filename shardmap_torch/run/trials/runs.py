@@ -1,7 +1,7 @@
 """Runs a checked call with random numbers on simulated ranks, and computes its gradients."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import torch
@@ -13,76 +13,9 @@ from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.run import threads
-from shardmap_torch.run.trials.watch import UntriedError, Watched, widened
-
-
-@dataclass(frozen=True)
-class Like:
-    """Properties of an argument that its random values have too."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    grad: bool
-
-
-_MANY: Final = 1 << 20
-"""The range of integers that index nothing."""
-
-_FEW: Final = 4
-"""The range of half of all integers."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One choice of random numbers.
-
-    Attributes:
-        seed: of the generator.
-        scale: the standard deviation of floating numbers.
-        positive: positions of arguments whose floating numbers are their absolute values.
-        lengths: for integers the length of what they index; None if that is not known yet.
-        limits: for integers others that some of them are, by which conditions change.
-    """
-
-    seed: int
-    scale: float
-    positive: frozenset[int] = frozenset()
-    lengths: Mapping[int, int] | None = None
-    limits: Mapping[int, frozenset[int]] = field(default_factory=dict)
-
-    def values(self, likes: Mapping[int, Like], wide: bool) -> dict[int, Tensor]:
-        """Draws the arguments by position."""
-        generator = torch.Generator().manual_seed(self.seed)
-        drawn = {at: self._draw(at, like, generator) for at, like in likes.items()}
-        return {
-            at: x.to(likes[at].device, x.dtype if wide else likes[at].dtype).requires_grad_(
-                likes[at].grad
-            )
-            for at, x in drawn.items()
-        }
-
-    def _draw(self, position: int, like: Like, generator: torch.Generator) -> Tensor:
-        dtype = widened(like.dtype)
-        if dtype == torch.bool:
-            return torch.rand(like.shape, generator=generator) < 0.5
-        if not (dtype.is_floating_point or dtype.is_complex):
-            length = 1 if self.lengths is None else self.lengths.get(position, _MANY)
-            length = min(length, torch.iinfo(dtype).max)
-            drawn = torch.randint(length, like.shape, generator=generator)
-            often = torch.rand(like.shape, generator=generator) < 0.5
-            drawn[often] %= _FEW  # several are equal, and small
-            for limit in sorted(self.limits.get(position, ())):
-                drawn[torch.rand(like.shape, generator=generator) < 0.2] = limit
-            return drawn.to(dtype)
-        drawn = self.scale * torch.randn(like.shape, dtype=dtype, generator=generator)
-        return drawn.abs().to(dtype) if position in self.positive else drawn
-
-    def cotangent(self, position: int, y: Tensor) -> Tensor:
-        """Draws the cotangent of a result."""
-        generator = torch.Generator().manual_seed(self.seed + 7919 * (position + 1))
-        return torch.randn(y.shape, dtype=widened(y.dtype), generator=generator).to(y)
-
+from shardmap_torch.run.trials.draws import Draw, Like, widened
+from shardmap_torch.run.trials.watch import Seen, UntriedError, Unwatched, Watched
+from shardmap_torch.spec import P
 
 GRADIENT: Final = "the gradient of "
 
@@ -110,27 +43,60 @@ class Program:
         uses = (use for equation in self.verdict.equations for use in equation.results)
         return self.call.mesh.size * sum(torch.Size(use.shape).numel() for use in uses)
 
-    def run(self, draw: Draw, wide: bool = True) -> tuple[Values, Watched]:
+    @property
+    def blocks(self) -> dict[int, tuple[int, ...]]:
+        """For each argument that is drawn, into how many blocks each dim is sharded."""
+        specs = self.verdict.match.specs
+        return {at: self._counts(specs[at], len(x.shape)) for at, x in self.likes.items()}
+
+    @property
+    def result_blocks(self) -> dict[str, tuple[int, ...]]:
+        """For each result, as of `blocks`, without trailing dims that are not sharded."""
+        match = self.verdict.result.match
+        pairs = zip(match.paths, match.specs, strict=True)
+        return {path: self._counts(spec, 0) for path, spec in pairs}
+
+    def _counts(self, spec: P | None, ndim: int) -> tuple[int, ...]:
+        counts = dict.fromkeys(range(ndim), 1)
+        for dim, axes in () if spec is None else spec.sharded_dims:
+            counts[dim] = torch.Size([self.call.mesh.shape[axis] for axis in axes]).numel()
+        return tuple(counts.get(dim, 1) for dim in range(max(counts, default=-1) + 1))
+
+    def run(
+        self, draw: Draw, wide: bool = True, seen: Seen | None = None
+    ) -> tuple[Values, Watched]:
         """Computes results and gradients, in the dtypes of the call or in wide ones.
+
+        Notes conditions in `seen`, also those before a failure.
 
         Raises:
             UntriedError: random numbers cannot decide about the body.
         """
-        watched = Watched(tuple(self.likes), wide)
+        watched = Watched(tuple(self.likes), draw, wide, Seen() if seen is None else seen)
         inputs = draw.values(self.likes, wide)
-        leaves = list(self.call.leaves)
-        for at, x in inputs.items():
-            leaves[at] = x
         start = copied(self.verdict.start, _widened) if wide else self.verdict.start
-        applied = replace(self.verdict, start=start).apply(replace(self.call, leaves=leaves), _stop)
-        applied = replace(
-            applied, function=watched.body(applied.function), separate=watched.backward
-        )
+        call = replace(self.call, leaves=self._leaves(inputs))
+        applied = replace(self.verdict, start=start).apply(call, _stop)
+        body = watched.body(applied.function)
+        applied = replace(applied, function=body, separate=watched.backward)
         try:
             results, _ = flatten(threads.run(applied))
             return self._with_gradients(results, inputs, draw), watched
         except Departure as departure:
             raise UntriedError(f"its steps are others:\n{departure.difference}") from None
+
+    def results(self, inputs: Mapping[int, Tensor], draw: Draw) -> Values:
+        """Computes results alone, with their graphs, in wide dtypes and without a comparison."""
+        unwatched = Unwatched(draw)
+        call = replace(self.call, leaves=self._leaves(inputs))
+        applied = self.verdict.apply(call, _stop)
+        body = unwatched.body(applied.function)
+        applied = replace(applied, function=body, separate=unwatched.backward, follow=None)
+        results, _ = flatten(threads.run(applied))
+        return dict(zip(self.verdict.result.match.paths, results, strict=True))
+
+    def _leaves(self, inputs: Mapping[int, Tensor]) -> list[Any]:
+        return [inputs.get(at, leaf) for at, leaf in enumerate(self.call.leaves)]
 
     def _with_gradients(
         self, results: Sequence[Any], inputs: Mapping[int, Tensor], draw: Draw

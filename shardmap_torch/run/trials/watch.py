@@ -1,6 +1,6 @@
 """Watches a run with random numbers: which pieces of its functions they reach, on all ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -17,7 +17,8 @@ from shardmap_torch.core.source_location import Site, call_site, is_called_by
 from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.run.trials import operators
-from shardmap_torch.run.trials.origins import Origins, Places
+from shardmap_torch.run.trials.draws import Draw, widened
+from shardmap_torch.run.trials.operators import Bounds
 
 Condition = tuple[Site | None, str, int, int]
 """The line of a condition, its operator, which of its conditions, and how many came before."""
@@ -42,144 +43,327 @@ class Seen:
         self.true |= other.true
         self.false |= other.false
 
-    @property
-    def missing(self) -> str | None:
-        """Describes a condition that was the same everywhere; None if there is none."""
-        for value, same in (("false", self.true - self.false), ("true", self.false - self.true)):
+    def missing(self, excused: "Seen") -> str | None:
+        """Describes a condition that was the same everywhere; None if there is none.
+
+        Excused is what happens only for arguments with which the body fails on one device.
+        """
+        never_false = self.true - self.false - excused.false
+        never_true = self.false - self.true - excused.true
+        for value, same in (("false", never_false), ("true", never_true)):
             for site, name, _, _ in sorted(same, key=str):
                 return f"the condition of {name} is never {value} for random inputs, at {site}"
         return None
 
 
-@dataclass(eq=False)
-class Watched:
-    """Knowledge of one run of all ranks, which take turns.
+Origin = tuple[int, int]
+"""The position of an integer argument, and what has been added to its entries."""
 
-    Attributes:
-        crossing: positions of the tensors among all leaves of the arguments.
-        wide: whether numbers have 64 bits; else they have those that the body asks for.
-        seen: the conditions that it has met.
-        lengths: for integer inputs the length of the shortest dim that they index.
-        limits: for integer inputs the numbers by which it changes what is done with them.
-        fixed: for each tensor among the results whether it depends on no input.
-        steps: the operations of the first rank, but casts, with arguments that are no tensors.
-        origins: what its values come from.
+Places = frozenset[Origin]
+
+_MAX_PLACES: Final = 64
+
+
+@dataclass(eq=False)
+class Origins:
+    """What the values of a run come from: inputs, or numbers that every call of the body has.
+
+    Known by storage; storages are held, so that no other one gets their address.
     """
 
-    crossing: Sequence[int]
-    wide: bool
-    seen: Seen = field(default_factory=Seen)
-    lengths: dict[int, int] = field(default_factory=dict)
-    limits: dict[int, frozenset[int]] = field(default_factory=dict)
-    fixed: list[bool] = field(default_factory=list)
-    steps: list[tuple[Any, ...]] = field(default_factory=list)
-    origins: Origins = field(default_factory=Origins)
+    _held: list[torch.UntypedStorage] = field(default_factory=list)
+    _fixed: set[int] = field(default_factory=set)
+    _derived: dict[int, Places] = field(default_factory=dict)
+    _bounds: dict[int, Bounds] = field(default_factory=dict)
+
+    def is_known(self, x: Tensor) -> bool:
+        """Returns whether the run has made a tensor, or begun with it."""
+        address = _address(x)
+        return address in self._fixed or address in self._derived
+
+    def is_fixed(self, x: Tensor) -> bool:
+        """Returns whether a tensor depends on no input."""
+        return _address(x) in self._fixed
+
+    def entries_of(self, tensors: Iterable[Tensor]) -> Places:
+        """Returns the arguments whose entries tensors have, but for what was added."""
+        return Places().union(*[self._derived.get(_address(x), Places()) for x in tensors])
+
+    def bounds_of(self, value: Any) -> Bounds | None:
+        """Returns the bounds of a number or tensor; None if nothing is known."""
+        if isinstance(value, Tensor) and not self.is_fixed(value):
+            return self._bounds.get(_address(value))
+        found = operators.integers_of(value)
+        return (min(found), max(found)) if found else None
+
+    def bound(self, x: Tensor, bounds: Bounds | None) -> None:
+        """Notes the bounds of a tensor that nothing is written into later."""
+        if bounds is not None:
+            self._bounds[_address(x)] = bounds
+
+    def note(self, x: Tensor, fixed: bool, entries_of: Places) -> None:
+        """Notes what was written into a tensor."""
+        address = _address(x)
+        self._bounds.pop(address, None)
+        self._held.append(x.untyped_storage())
+        if fixed:
+            self._fixed.add(address)
+            return
+        self._fixed.discard(address)
+        places = self._derived.get(address, Places()) | entries_of
+        self._derived[address] = places if len(places) <= _MAX_PLACES else Places()
+
+
+def _address(x: Tensor) -> int:
+    address: int = x.untyped_storage()._cdata
+    return address
+
+
+class _Body:
+    """Runs a body, and its backward, on each rank under a mode."""
+
+    def mode(self, rank: int | None = None) -> TorchDispatchMode:
+        """Returns the mode of one rank, by default of that whose turn it is."""
+        raise NotImplementedError
+
+    def enter(self, leaves: Sequence[Any]) -> None:
+        """Notes the arguments on one rank."""
+
+    def leave(self, leaves: Sequence[Any]) -> None:
+        """Notes the results on one rank."""
 
     def body(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the body, whose forward is watched on each rank."""
+        """Returns the body, whose forward runs under the mode."""
 
         @wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            leaves, _ = flatten((args, kwargs))
-            for position in self.crossing:
-                self.origins.enter(leaves[position], position)
-            with _Watch(self):
+        def under(*args: Any, **kwargs: Any) -> Any:
+            self.enter(flatten((args, kwargs))[0])
+            with self.mode():
                 out = function(*args, **kwargs)
-            tensors = [base_of(x) for x in flatten(out)[0] if isinstance(x, Tensor)]
-            self.fixed = [self.origins.is_fixed(x) for x in tensors]
+            self.leave(flatten(out)[0])
             return out
 
-        return watched
-
-    @property
-    def limits_within(self) -> dict[int, frozenset[int]]:
-        """Those limits that may be looked up."""
-        return {
-            at: limits.intersection(range(self.lengths.get(at, 0)))
-            for at, limits in self.limits.items()
-        }
+        return under
 
     @contextmanager
     def backward(self) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
         """Yields what wraps the backward of each rank."""
 
         def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(rank: int) -> Any:
-                with _Watch(self, rank):
+            def under(rank: int) -> Any:
+                with self.mode(rank):
                     return function(rank)
 
-            return watched
+            return under
 
         yield wrap
 
 
-class _Watch(TorchDispatchMode):
+@dataclass(eq=False)
+class Unwatched(_Body):
+    """A run of which only the results count."""
+
+    draw: Draw
+    origins: Origins = field(default_factory=Origins)
+
+    def mode(self, rank: int | None = None) -> TorchDispatchMode:
+        return _Wide(self.draw, self.origins, True, rank is not None)
+
+    def enter(self, leaves: Sequence[Any]) -> None:
+        for x in _tensors(leaves):
+            self.origins.note(base_of(x), False, Places())
+
+
+@dataclass(eq=False)
+class Watched(_Body):
+    """Knowledge of one run of all ranks, which take turns.
+
+    Attributes:
+        crossing: positions of the tensors among all leaves of the arguments.
+        draw: the numbers of the run.
+        wide: whether numbers have 64 bits; else they have those that the body asks for.
+        seen: the conditions that it has met.
+        lengths: for integer inputs the length of the shortest dim that they index.
+        limits: for integer inputs the numbers by which it changes what is done with them.
+        masks: large numbers that it writes where something is hidden.
+        selects: whether it chooses among entries, which may be equal.
+        fixed: for each tensor among the results whether it depends on no input.
+        steps: the operations of the first rank, but casts, with arguments that are no tensors.
+        origins: what its values come from.
+    """
+
+    crossing: Sequence[int]
+    draw: Draw
+    wide: bool
+    seen: Seen = field(default_factory=Seen)
+    lengths: dict[int, int] = field(default_factory=dict)
+    limits: dict[int, frozenset[int]] = field(default_factory=dict)
+    masks: set[float] = field(default_factory=set)
+    selects: bool = False
+    fixed: list[bool] = field(default_factory=list)
+    steps: list[tuple[Any, ...]] = field(default_factory=list)
+    origins: Origins = field(default_factory=Origins)
+
+    def mode(self, rank: int | None = None) -> TorchDispatchMode:
+        return _Watch(self, rank)
+
+    def enter(self, leaves: Sequence[Any]) -> None:
+        for position in self.crossing:
+            self.origins.note(leaves[position], False, frozenset({(position, 0)}))
+
+    def leave(self, leaves: Sequence[Any]) -> None:
+        tensors = [base_of(x) for x in leaves if isinstance(x, Tensor)]
+        self.fixed = [self.origins.is_fixed(x) for x in tensors]
+
+
+class _Wide(TorchDispatchMode):
+    """Computes in wide numbers, with drawn ones in place of tensors from outside."""
+
+    def __init__(self, draw: Draw, origins: Origins, wide: bool, backward: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draw, self._origins, self._is_wide = draw, origins, wide
+        self._is_backward = backward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._prepared(operators.name_of(func), args, dict(kwargs or {}))
+        out = self._computed(func, args, kwargs)
+        for x in _tensors([out]):
+            self._origins.note(x, False, Places())
+        return out
+
+    def _prepared(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if self._is_wide and isinstance(kwargs.get("dtype"), torch.dtype):
+            kwargs["dtype"] = widened(kwargs["dtype"])
+        # A literal is unknown as well; `lift_fresh` is what torch.tensor begins with.
+        if name != "lift_fresh" and not all(map(self._origins.is_known, _tensors(args))):
+            args = tuple(map(self._drawn, args))
+        return args, kwargs
+
+    def _drawn(self, value: Any) -> Any:
+        """Returns a random tensor in place of one that the body closes over."""
+        if isinstance(value, list | tuple):
+            return [self._drawn(each) for each in value]
+        if not isinstance(value, Tensor) or self._origins.is_known(value):
+            return value
+        key = _address(value), value.storage_offset(), value.shape, value.stride()
+        if self._is_backward and key not in self._draw.closures:
+            return value  # a cotangent
+        if value.requires_grad:
+            raise UntriedError(
+                "the body closes over a tensor that requires a gradient; pass it as an argument, "
+                f"at {call_site()}"
+            )
+        drawn = self._draw.closure(key, value, self._is_wide)
+        self._origins.note(drawn, False, Places())
+        return drawn
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        return _widened_result(out) if self._is_wide and not signature_of(func).writes else out
+
+
+class _Watch(_Wide):
     """Looks at each operation of one rank."""
 
     def __init__(self, watched: Watched, rank: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watched, self._origins = watched, watched.origins
+        super().__init__(watched.draw, watched.origins, watched.wide, rank is not None)
+        self._watched = watched
         self._is_first = (current_rank() if rank is None else rank) == 0
         self._count: dict[tuple[Site | None, str], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if self._watched.wide and isinstance(kwargs.get("dtype"), torch.dtype):
-            kwargs["dtype"] = widened(kwargs["dtype"])
-        arguments, name = name_arguments(func, args, kwargs), operators.name_of(func)
+        name = operators.name_of(func)
+        args, kwargs = self._prepared(name, args, dict(kwargs or {}))
+        arguments = name_arguments(func, args, kwargs)
         written = _tensors(map(arguments.get, signature_of(func).writes))
         operands = _tensors(arguments.values())
         if written and isinstance(arguments.get("self"), Tensor):
             arguments["self"] = arguments["self"].clone()  # what it was before
-        out = func(*args, **kwargs)
-        if self._watched.wide and not written:
-            out = _widened_result(out)
+        out = self._computed(func, args, kwargs)
         if self._is_first and name != "_to_copy":
             values = [_numbers(out)] if name == "lift_fresh" else arguments.values()
             self._watched.steps.append((name, *map(_literal, values)))
         if torch.Tag.nondeterministic_seeded in func.tags and name not in operators.DRAWLESS:
             raise _refusal(name, "draws random numbers")
+        self._watched.masks |= operators.mask_numbers(name, arguments)
         free = [x for x in operands if not self._origins.is_fixed(x)]
         fixed = not free or name in operators.MADE
+        bounds = None if fixed else operators.bounds(name, arguments, self._origins.bounds_of)
         if not fixed and not _is_derived():
-            self._look(name, arguments, free, out)
-        places = self._origins.entries_of(free) if name in operators.MOVED else Places()
+            self._look(name, arguments, free, out, bounds)
+        places = self._places(name, arguments, free)
         for x in [*_tensors([out]), *written]:
             self._origins.note(x, fixed, places)
+            if not (written or x.is_floating_point()):
+                self._origins.bound(x, bounds)
         return out
 
+    def _places(self, name: str, arguments: Mapping[str, Any], free: Sequence[Tensor]) -> Places:
+        """Returns the integer arguments whose entries a result has, but for what is added."""
+        if name in operators.MOVED:
+            return self._origins.entries_of(free)
+        if name not in ("add", "sub") or len(free) != 1 or arguments["alpha"] != 1:
+            return Places()
+        if arguments["self"] is not free[0] or free[0].is_floating_point():
+            return Places()
+        sign = 1 if name == "add" else -1
+        return frozenset(
+            (at, added + sign * number)
+            for at, added in self._origins.entries_of(free)
+            for number in operators.integers_of(arguments["other"])
+        )
+
     def _look(
-        self, name: str, arguments: Mapping[str, Any], free: Sequence[Tensor], out: Any
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        free: Sequence[Tensor],
+        out: Any,
+        bounds: Bounds | None,
     ) -> None:
         """Requires that random operands can tell what an operation does."""
-        for at in self._origins.entries_of(free):
-            limits = self._watched.limits
-            limits[at] = limits.get(at, frozenset()) | operators.limits(name, arguments)
+        self._note_limits(name, arguments)
         if name in operators.LOOKUPS:
-            self._look_up(name, operators.LOOKUPS[name](arguments))
+            self._look_up(name, arguments)
             return
         if name == "_to_copy":
             _require_kept(free[0], out)
+        if name in operators.SELECTED:
+            self._watched.selects = True
+            return
         if name in operators.MOVED:
             return
         if operators.is_analytic(name, arguments):
-            reached = operators.moderate(name, arguments, out)
+            reached = operators.moderate(name, arguments, out, self._watched.masks)
             self._meet(name, [] if reached is None else [reached], False)
             return
+        if bounds is not None and bounds[0] == bounds[1]:
+            return  # the same for all inputs
         conditions = None
         if not any(x.is_complex() for x in free):
-            conditions = operators.conditions(name, arguments, out)
+            of = self._origins.bounds_of
+            conditions = operators.conditions(name, arguments, out, self._watched.masks, of)
         if conditions is None:
             raise _refusal(name, "may have pieces that random inputs do not reach")
         self._meet(name, conditions)
 
-    def _look_up(self, name: str, indices: Sequence[tuple[int, Tensor]]) -> None:
+    def _note_limits(self, name: str, arguments: Mapping[str, Any]) -> None:
+        limits = self._watched.limits
+        for operand, other, around in operators.limits(name, arguments):
+            if isinstance(other, Tensor) and not self._origins.is_fixed(other):
+                continue
+            for at, added in self._origins.entries_of([operand]):
+                found = {n + by - added for n in operators.integers_of(other) for by in around}
+                limits[at] = limits.get(at, frozenset()) | found
+
+    def _look_up(self, name: str, arguments: Mapping[str, Any]) -> None:
         lengths = self._watched.lengths
-        for length, index in indices:
-            if index.dtype == torch.bool and not self._origins.is_fixed(index):
+        for length, index in operators.LOOKUPS[name](arguments):
+            is_random = index.dtype == torch.bool and not self._origins.is_fixed(index)
+            if is_random and not operators.is_masked_fill(name, arguments):
                 raise _refusal(name, "selects entries by a mask that depends on inputs")
-            for at in self._origins.entries_of([index]):
-                lengths[at] = min(length, lengths.get(at, length))
+            for at, added in self._origins.entries_of([index]):
+                lengths[at] = min(max(1, length - added), lengths.get(at, length))
 
     def _meet(
         self, name: str, conditions: Sequence[tuple[Tensor, Tensor]], both: bool = True
@@ -218,13 +402,6 @@ def _require_kept(x: Tensor, out: Tensor) -> None:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [x for value in values for x in tensors_of(value)]
-
-
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which numbers of a dtype are tried: 64 bits for each real one."""
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
 
 
 def _widened_result(out: Any) -> Any:

@@ -155,7 +155,6 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
     "rounding": (torch.round, "round may have pieces that random inputs do not reach"),
     "a cast": (lambda x: x.long().float(), "a cast makes torch.int64 of torch.float64"),
     "random numbers": (functional.dropout, "bernoulli draws random numbers"),
-    "a tensor outside": (lambda x: x + BIAS, "the body closes over a tensor, whose values may"),
     "a dtype": (lambda x: x * (3 if x.dtype == torch.float32 else 1), "it does mul(3), and with"),
     "a literal of a dtype": (
         lambda x: x * torch.tensor(3.0 if x.dtype == torch.float32 else 1.0),
@@ -185,6 +184,12 @@ def test_what_random_numbers_do_not_see_is_refused_at_its_line(what: str) -> Non
 def test_results_have_to_be_finite_other_than_zero_and_equal(end: Change, text: str) -> None:
     with pytest.raises(ShardTypeError, match=text):
         check_program(mapped(lambda x, w: end(gathered(x, w))), X, W)
+
+
+def test_tensors_outside_are_drawn_like_arguments() -> None:
+    check_program(mapped(lambda x, w: gathered(x, w) * BIAS), X, W)
+    with pytest.raises(ShardTypeError, match="it is another program than on one device"):
+        check_program(around(lambda x: x + BIAS), X, W)  # right for zeros alone
 
 
 def test_small_limits_are_reached_by_small_numbers() -> None:

@@ -1,0 +1,214 @@
+"""Which blocks of results depend on which blocks of inputs, and whether trials could tell.
+
+A program whose ranks leave out what comes from far away agrees with one device as long as what
+comes from there is lost in rounding, as after many gates of random logits. So each dependence on
+one device has to be larger than rounding in some trial that the ranks have passed.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.core.functorch import is_smooth
+from shardmap_torch.run.trials.draws import Draw
+from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
+
+OF_ENTRY: Final = 1e-9
+OF_LARGEST: Final = 1e-11
+ZERO: Final = 1e-12
+"""Rounding of 64-bit numbers: after exponentials of hundreds, in sums of thousands, of zero."""
+
+_MARGIN: Final = 100.0
+"""How many times the tolerance a difference has to be to be seen."""
+
+_SAME: Final = 1e-13
+"""Differences of results, relative to these, which rounding makes of no dependence."""
+
+_RUNS: Final = 24
+"""Maximal number of blocks that are changed one by one; else the same block of all inputs is."""
+
+Block = tuple[slice, ...]
+
+Pair = tuple[str, int, str, int]
+"""A result or gradient and its block, and what it depends on and its block."""
+
+
+def tolerance(x: Tensor) -> Tensor:
+    """Returns by how much each entry of another program's result may differ by rounding."""
+    size = x.abs()
+    largest = float(size.max()) if x.numel() else 0.0
+    return OF_ENTRY * size + max(OF_LARGEST * largest, ZERO)
+
+
+@dataclass
+class Dependence:
+    """The dependences of one device's program that were found, and those that were seen.
+
+    Attributes:
+        one: the program on one device.
+        blocks: for each argument into how many blocks each dim is sharded on the ranks.
+        result_blocks: the same for each result.
+    """
+
+    one: Program
+    blocks: Mapping[int, tuple[int, ...]]
+    result_blocks: Mapping[str, tuple[int, ...]]
+    _found: dict[Pair, Draw] = field(default_factory=dict)
+    _seen: set[Pair] = field(default_factory=set)
+    _lost: Set[str] = frozenset()
+
+    @property
+    def unseen(self) -> dict[Pair, Draw]:
+        """The dependences that no trial could tell, each with the choice where it was found."""
+        return {pair: draw for pair, draw in self._found.items() if pair not in self._seen}
+
+    def explain(self) -> str:
+        """Describes one of those."""
+        result, block, origin, other = next(iter(self.unseen))
+        return (
+            f"block {block} of {result} depends on block {other} of {origin} by less than rounding "
+            "tells, for all random inputs: what passes this value on may have blocks left out"
+        )
+
+    def look(self, draw: Draw, lost: Set[str]) -> None:
+        """Finds dependences for one choice of numbers, for which the ranks have been compared.
+
+        Args:
+            draw: the numbers.
+            lost: the results and gradients that are lost in rounding for these.
+        """
+        self._lost = lost
+        inputs = draw.values(self.one.likes, True)
+        inputs = {at: x.detach().requires_grad_(is_smooth(x)) for at, x in inputs.items()}
+        results = {name: y for name, y in self.one.results(inputs, draw).items() if _is_compared(y)}
+        covered = self._differentiate(inputs, results, draw)
+        plain = {name: y.detach() for name, y in results.items()}
+        blocks = [(at, number) for at, x in inputs.items() for number, _ in self._blocks(at, x)]
+        todo = [
+            each
+            for each in blocks
+            if any(
+                (*each, name, number) not in covered
+                for name, y in plain.items()
+                for number, _ in self._result_blocks(name, y)
+            )
+        ]
+        for group in _grouped(todo):
+            self._change(group, inputs, plain, draw)
+
+    def _blocks(self, at: int, x: Tensor) -> Iterator[tuple[int, Block]]:
+        return enumerate(_slices(x.shape, self.blocks[at]))
+
+    def _result_blocks(self, name: str, y: Tensor) -> Iterator[tuple[int, Block]]:
+        return enumerate(_slices(y.shape, self.result_blocks[name]))
+
+    def _path(self, at: int) -> str:
+        return self.one.call.match.paths[at]
+
+    def _differentiate(
+        self, inputs: Mapping[int, Tensor], results: Values, draw: Draw
+    ) -> set[tuple[int, int, str, int]]:
+        """Pulls a random cotangent of each block back; returns the pairs that depend."""
+        leaves = {at: x for at, x in inputs.items() if x.requires_grad}
+        covered: set[tuple[int, int, str, int]] = set()
+        totals = {at: torch.zeros_like(x) for at, x in leaves.items()}
+        pulled: list[tuple[str, int, dict[int, Tensor]]] = []
+        for position, (name, y) in enumerate(results.items()):
+            if not leaves or not (is_smooth(y) and y.requires_grad):
+                continue
+            cotangent = draw.cotangent(position, y)
+            for number, block in self._result_blocks(name, y):
+                masked = torch.zeros_like(cotangent)
+                masked[block] = cotangent[block]
+                grads = torch.autograd.grad(
+                    [y], [*leaves.values()], [masked], retain_graph=True, allow_unused=True
+                )
+                found = {at: g for at, g in zip(leaves, grads, strict=True) if g is not None}
+                for at, g in found.items():
+                    totals[at] += g
+                pulled.append((name, number, found))
+        for name, number, found in pulled:
+            y = results[name].detach()
+            part = y[self._block_of(name, y, number)]
+            floor = _MARGIN * OF_ENTRY * float(y.abs().max()) * part.numel() ** 0.5
+            for at, g in found.items():
+                allowed = _MARGIN * tolerance(totals[at])
+                for other, block in self._blocks(at, g):
+                    if not bool((g[block] != 0).any()):
+                        continue
+                    covered.add((at, other, name, number))
+                    moved = float((g[block] * inputs[at].detach()[block]).abs().max())
+                    self._note((name, number, self._path(at), other), draw, moved > floor)
+                    if self.one.likes[at].grad:
+                        seen = bool((g[block].abs() > allowed[block]).any())
+                        gradient = GRADIENT + self._path(at), other, name, number
+                        self._note(gradient, draw, seen)
+        return covered
+
+    def _block_of(self, name: str, y: Tensor, number: int) -> Block:
+        return dict(self._result_blocks(name, y))[number]
+
+    def _change(
+        self,
+        group: Sequence[tuple[int, int]],
+        inputs: Mapping[int, Tensor],
+        results: Values,
+        draw: Draw,
+    ) -> None:
+        """Draws blocks of inputs again, and looks which blocks of results change."""
+        others = draw.another().values(self.one.likes, True)
+        changed = {at: x.detach().clone() for at, x in inputs.items()}
+        for at, number in group:
+            block = dict(self._blocks(at, inputs[at]))[number]
+            changed[at][block] = others[at].detach()[block]
+        try:
+            found = self.one.results(changed, draw)
+        except Exception:  # these numbers are out of the program's domain
+            return
+        label = " and ".join(dict.fromkeys(self._path(at) for at, _ in group))
+        for name, y in results.items():
+            if not _is_compared(found[name]) or found[name].shape != y.shape:
+                continue
+            apart = _apart(found[name].detach(), y)
+            if not bool(apart.isfinite().all()):
+                continue
+            size = float(y.abs().max()) if is_smooth(y) and y.numel() else 0.0
+            allowed = tolerance(y) if is_smooth(y) else torch.zeros_like(apart)
+            for number, block in self._result_blocks(name, y):
+                if bool((apart[block] > _SAME * size).any()):
+                    seen = bool((apart[block] > _MARGIN * allowed[block]).any())
+                    self._note((name, number, label, group[0][1]), draw, seen)
+
+    def _note(self, pair: Pair, draw: Draw, seen: bool) -> None:
+        self._found.setdefault(pair, draw)
+        if seen and pair[0] not in self._lost:
+            self._seen.add(pair)
+
+
+def _is_compared(y: Any) -> bool:
+    return isinstance(y, Tensor) and y.numel() > 0
+
+
+def _apart(mine: Tensor, other: Tensor) -> Tensor:
+    return (mine - other).abs() if is_smooth(other) else (mine != other).double()
+
+
+def _slices(shape: torch.Size, counts: Sequence[int]) -> Iterable[Block]:
+    """Yields the blocks of a tensor, by their places."""
+    sizes = [size // count for size, count in zip(shape, counts, strict=False)]
+    for places in product(*map(range, counts)):
+        yield tuple(
+            slice(place * size, (place + 1) * size)
+            for place, size in zip(places, sizes, strict=True)
+        )
+
+
+def _grouped(blocks: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    if len(blocks) <= _RUNS:
+        return [[each] for each in blocks]
+    numbers = dict.fromkeys(number for _, number in blocks)
+    return [[each for each in blocks if each[1] == number] for number in numbers]

@@ -1,0 +1,302 @@
+"""Random numbers for trials: one choice of them, and the structure that real arguments have.
+
+Independent random numbers miss what people pass: a padding mask that hides whole blocks, ascending
+positions, documents longer than a rank's block, gates near 1, labels to ignore. So each choice has
+a style, and all styles are drawn.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Like:
+    """Properties of an argument that its random values have too."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the numbers of one choice are distributed.
+
+    Attributes:
+        scale: the standard deviation of floating numbers.
+        shift: what is added to them; logits of gates are then near 0 or 1.
+        signed: whether each argument has a sign of its own for the shift.
+        pattern: how booleans and integers lie along a dim, by a name of `PATTERNS`.
+        tied: whether floating numbers are few, so that many are equal.
+        rows: whether each row has a scale of its own, down to the smallest.
+        jitter: by which part of itself each floating number is off.
+    """
+
+    scale: float = 1.0
+    shift: float = 0.0
+    signed: bool = False
+    pattern: str = "random"
+    tied: bool = False
+    rows: bool = False
+    jitter: float = 0.0
+
+
+PATTERNS: Final = (
+    "first",  # booleans: a prefix; integers: ascending
+    "last",  # a suffix; up to twice the largest dim
+    "all",  # all true; one value
+    "none",  # all false; all zero
+    "sparse",  # few are true; long runs, as of documents
+    "dense",  # few are false; descending
+    "blocks",  # constant on each rank
+    "limits",  # random; numbers that the program compares with
+    "mixed",  # another pattern for each argument
+)
+
+PLAIN: Final = (Style(), Style(scale=0.1), Style(scale=10.0))
+"""Styles of the first trials, all of which have to be defined on one device."""
+
+STRUCTURED: Final = (
+    *(Style(pattern=pattern) for pattern in PATTERNS),
+    Style(pattern="mixed", scale=0.5),
+    Style(pattern="first", scale=0.5),
+)
+"""Styles of arguments that are booleans and integers."""
+
+SHIFTED: Final = (
+    Style(shift=5.0),
+    Style(shift=-5.0),
+    Style(scale=0.05, shift=1.0),
+    Style(shift=10.0),
+    Style(shift=-10.0),
+    *[Style(shift=5.0, signed=True)] * 3,
+    Style(scale=30.0),
+)
+"""Styles in which what a program multiplies through many steps does not vanish."""
+
+FARTHER: Final = (
+    *(Style(scale=scale) for scale in (1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1e3)),
+    Style(rows=True),
+    *(Style(scale=scale) for scale in (1e-2, 1e-3, 1e-4, 1e-5, 1e-7)),
+)
+"""Styles that meet pieces which the others have missed."""
+
+TIED: Final = (Style(tied=True), Style(tied=True, scale=0.5))
+"""Styles in which what is largest is so several times."""
+
+_MANY: Final = 1 << 20
+"""The range of integers that index nothing."""
+
+_FEW: Final = 4
+"""The range of half of all integers."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One choice of random numbers, the same for ranks and for one device.
+
+    Attributes:
+        seed: of the generator.
+        style: their distribution.
+        blocks: for each argument into how many blocks each dim is sharded.
+        positive: positions of arguments whose floating numbers are their absolute values.
+        lengths: for integers the length of what they index; None if that is not known yet.
+        limits: for integers others that some of them are, by which conditions change.
+        closures: what tensors that the body closes over are replaced by, by their storages.
+    """
+
+    seed: int
+    style: Style = PLAIN[0]
+    blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    positive: frozenset[int] = frozenset()
+    lengths: Mapping[int, int] | None = None
+    limits: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    closures: dict[Any, Tensor] = field(default_factory=dict)
+
+    def values(self, likes: Mapping[int, Like], wide: bool) -> dict[int, Tensor]:
+        """Draws the arguments by position."""
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = {at: self._draw(at, like, generator) for at, like in likes.items()}
+        if self.style.jitter:
+            drawn = {at: self._jittered(x, generator) for at, x in drawn.items()}
+        return {
+            at: x.to(likes[at].device, x.dtype if wide else likes[at].dtype).requires_grad_(
+                likes[at].grad
+            )
+            for at, x in drawn.items()
+        }
+
+    def _jittered(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        return x * (1 + self.style.jitter * torch.randn(x.shape, generator=generator))
+
+    def another(self) -> "Draw":
+        """Returns a choice of other numbers of the same style; booleans and integers random."""
+        return replace(self, seed=self.seed + 7907, style=replace(self.style, pattern="random"))
+
+    def cotangent(self, position: int, y: Tensor) -> Tensor:
+        """Draws the cotangent of a result."""
+        generator = torch.Generator().manual_seed(self.seed + 7919 * (position + 1))
+        return torch.randn(y.shape, dtype=widened(y.dtype), generator=generator).to(y)
+
+    def closure(self, key: Any, x: Tensor, wide: bool) -> Tensor:
+        """Draws what stands for a tensor that the body closes over.
+
+        Integers stay in the range of those that it has, as they may be indices.
+        """
+        if key not in self.closures:
+            generator = torch.Generator().manual_seed(self.seed + 104729 * (1 + len(self.closures)))
+            if _is_integer(x.dtype):
+                self.closures[key] = _in_range(x, generator)
+            else:
+                like = Like(x.shape, x.dtype, x.device, False)
+                self.closures[key] = self._draw(-1, like, generator).to(x.device)
+        drawn = self.closures[key]
+        return drawn if wide else drawn.to(x.dtype)
+
+    def _draw(self, at: int, like: Like, generator: torch.Generator) -> Tensor:
+        dtype, style = widened(like.dtype), self.style
+        if dtype == torch.bool:
+            return self._along(at, like, generator).flags()
+        if _is_integer(dtype):
+            return self._integers(at, like, generator).to(dtype)
+        drawn = style.scale * torch.randn(like.shape, dtype=dtype, generator=generator)
+        if style.tied:
+            drawn = (2 * drawn).real.round() / 2 if dtype.is_complex else (2 * drawn).round() / 2
+        if style.rows and drawn.ndim:
+            sizes = torch.empty(drawn.shape[:-1]).uniform_(-18.0, 1.0, generator=generator)
+            drawn = drawn * (10.0 ** sizes.double()).unsqueeze(-1)
+        sign = 1.0
+        if style.signed:
+            sign = 1.0 - 2.0 * float(torch.rand((), generator=generator) < 0.5)
+        drawn = drawn + sign * style.shift
+        return drawn.abs().to(dtype) if at in self.positive else drawn.to(dtype)
+
+    def _integers(self, at: int, like: Like, generator: torch.Generator) -> Tensor:
+        length = 1 if self.lengths is None else self.lengths.get(at, _MANY)
+        length = max(1, min(length, torch.iinfo(like.dtype).max))
+        along = self._along(at, like, generator)
+        drawn = along.integers(length)
+        limits = sorted(self.limits.get(at, ()))
+        share = {"random": 0.2, "limits": 0.6}.get(along.pattern, 0.0)
+        for limit in limits if share else ():
+            chosen = torch.rand(like.shape, generator=generator) < share / max(1, len(limits) / 3)
+            drawn[chosen] = limit
+        return drawn
+
+    def _along(self, at: int, like: Like, generator: torch.Generator) -> "_Along":
+        counts = self.blocks.get(at, (1,) * len(like.shape))
+        sharded = [dim for dim, count in enumerate(counts) if count > 1]
+        dim = sharded[-1] if sharded else len(like.shape) - 1
+        pattern = self.style.pattern
+        if pattern == "mixed":
+            choice = int(torch.randint(len(PATTERNS) - 1, (), generator=generator))
+            pattern = PATTERNS[choice]
+        if not like.shape:
+            pattern = "random"
+        return _Along(like.shape, dim, counts[dim] if like.shape else 1, pattern, generator)
+
+
+@dataclass(frozen=True)
+class _Along:
+    """Booleans or integers of a pattern along a dim, which `count` blocks divide."""
+
+    shape: torch.Size
+    dim: int
+    count: int
+    pattern: str
+    generator: torch.Generator
+
+    def flags(self) -> Tensor:
+        """Draws booleans."""
+        match self.pattern:
+            case "first":
+                return self._places() < self._ends()
+            case "last":
+                return self._places() >= self._ends() - 1
+            case "all" | "none":
+                return torch.full(self.shape, self.pattern == "all")
+            case "sparse":
+                return self._few()
+            case "dense":
+                return ~self._few()
+            case "blocks":
+                return self._by_block(2) == 1
+        return self._rand() < 0.5
+
+    def integers(self, length: int) -> Tensor:
+        """Draws integers from 0 to a length."""
+        match self.pattern:
+            case "first":
+                return self._places().expand(self.shape) % length
+            case "dense":
+                return (self.shape[self.dim] - 1 - self._places()).expand(self.shape) % length
+            case "last":
+                return self._below(min(length, 2 * max(self.shape)))
+            case "all":
+                return self._below(length).flatten()[:1].expand(self.shape).clone()
+            case "none":
+                return torch.zeros(self.shape, dtype=torch.int64)
+            case "sparse":
+                return self._few().cumsum(self.dim) % length
+            case "blocks":
+                return self._by_block(length)
+        drawn = self._below(length)
+        often = self._rand() < 0.5
+        drawn[often] %= _FEW  # several are equal, and small
+        return drawn
+
+    def _rand(self) -> Tensor:
+        return torch.rand(self.shape, generator=self.generator)
+
+    def _below(self, length: int) -> Tensor:
+        return torch.randint(length, self.shape, generator=self.generator)
+
+    def _places(self) -> Tensor:
+        places = torch.arange(self.shape[self.dim])
+        return places.reshape([-1 if d == self.dim else 1 for d in range(len(self.shape))])
+
+    def _ends(self) -> Tensor:
+        """Draws ends, more of them in the first blocks."""
+        rows = self._rand().narrow(self.dim, 0, 1).square()
+        return (1 + rows * self.shape[self.dim]).long()
+
+    def _few(self) -> Tensor:
+        return self._rand() < 2.0 / self.shape[self.dim]
+
+    def _by_block(self, length: int) -> Tensor:
+        size = self.shape[self.dim]
+        block = (self._places() * self.count // max(size, 1)).expand(self.shape)
+        return self._below(length).gather(self.dim, block)
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which numbers of a dtype are tried: 64 bits for each real one."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Draws random values like a tensor; integers stay in range, so that indices stay valid."""
+    if like.dtype == torch.bool or _is_integer(like.dtype):
+        return _in_range(like, generator)
+    return 2 * torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
+
+
+def _in_range(like: Tensor, generator: torch.Generator) -> Tensor:
+    low, high = (int(like.min()), int(like.max())) if like.numel() else (0, 0)
+    if low == high:  # 1: some indices count from one
+        low, high = (0, 1) if like.dtype == torch.bool else (min(1, low), high)
+    drawn = torch.randint(low, high + 1, like.shape, generator=generator)
+    return drawn.to(like.dtype).to(like.device)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
