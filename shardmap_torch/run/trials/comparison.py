@@ -141,18 +141,21 @@ class Comparison:
             inside = range(watched.lengths.get(at, 0))
             own = sorted(n for n in numbers if bounds.min <= n <= bounds.max)
             probed = [n for n in own if n not in inside][:_PROBES]
-            outside = {n for n in probed if self._takes(replace(base, limits={at: frozenset({n})}))}
+            without = watched.ignored.get(at, frozenset())
+            outside = {n for n in probed if self._takes(base, at, n, n in without)}
             limits[at] = frozenset(own).intersection(inside) | outside
         return limits
 
-    def _takes(self, draw: Draw) -> bool:
+    def _takes(self, base: Draw, at: int, number: int, is_ignored: bool) -> bool:
+        """Returns whether one device takes a number among the integers of an argument."""
         seen = Seen()
         try:
-            self.one.run(draw, seen=seen)
+            self.one.run(replace(base, limits={at: frozenset({number})}), seen=seen)
         except Exception:  # the user's code may raise anything
+            is_ignored = True
+        if is_ignored:
             self._excused.add(seen)
-            return False
-        return True
+        return not is_ignored
 
     def _positive(self, base: Draw) -> frozenset[int]:
         """Returns the arguments that have to be positive for results to be finite.

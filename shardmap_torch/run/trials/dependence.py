@@ -1,4 +1,4 @@
-"""Which blocks of results depend on which blocks of inputs, and whether trials could tell.
+"""Dependences of blocks of results on blocks of inputs, each of which trials have to tell.
 
 A program whose ranks leave out what comes from far away agrees with one device as long as what
 comes from there is lost in rounding, as after many gates of random logits. So each dependence on
@@ -23,7 +23,7 @@ ZERO: Final = 1e-12
 """Rounding of 64-bit numbers: after exponentials of hundreds, in sums of thousands, of zero."""
 
 _MARGIN: Final = 100.0
-"""How many times the tolerance a difference has to be to be seen."""
+"""A difference is seen if it is so many times the tolerance."""
 
 _SAME: Final = 1e-13
 """Differences of results, relative to these, which rounding makes of no dependence."""

@@ -25,7 +25,7 @@ class Like:
 
 @dataclass(frozen=True)
 class Style:
-    """How the numbers of one choice are distributed.
+    """The distribution of the numbers of one choice.
 
     Attributes:
         scale: the standard deviation of floating numbers.
@@ -83,6 +83,7 @@ FARTHER: Final = (
     *(Style(scale=scale) for scale in (1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1e3)),
     Style(rows=True),
     *(Style(scale=scale) for scale in (1e-2, 1e-3, 1e-4, 1e-5, 1e-7)),
+    *(Style(scale=1e-5, shift=1.0, signed=signed) for signed in (False, True, True)),
 )
 """Styles that meet pieces which the others have missed."""
 

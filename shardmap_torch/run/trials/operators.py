@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 
@@ -171,7 +172,7 @@ _LARGE: Final = 1e3
 """Numbers from which on masks mean infinity by them."""
 
 Condition = tuple[Tensor, Tensor]
-"""Where it is true, and where it is open."""
+"""A mask of where it is true, and one of where it is open."""
 
 Bounds = tuple[int, int]
 """The least and the largest that integers or booleans can be, whatever the inputs are."""
@@ -283,7 +284,7 @@ def integers_of(value: Any) -> frozenset[int]:
     """Returns the least and the largest of integers; none of other numbers."""
     if isinstance(value, int):
         return frozenset({value})
-    if isinstance(value, Tensor) and value.numel() and not value.is_floating_point():
+    if isinstance(value, Tensor) and value.numel() and not is_smooth(value):
         return frozenset({int(value.min()), int(value.max())})
     return frozenset()
 
@@ -344,6 +345,16 @@ BOUNDED: Final[Mapping[str, Callable[[int, int, int, int], tuple[int, int]]]] = 
     **dict.fromkeys(("bitwise_or", "logical_or"), lambda a, b, c, d: (max(a, c), max(b, d))),
 }
 """From the bounds of two operands, those of conditions and sums; `and` and `or` of booleans."""
+
+
+_MEAN: Final = 1
+"""ATen's number of a reduction to a mean."""
+
+
+def ignored_by(name: str, arguments: Mapping[str, Any]) -> frozenset[int]:
+    """Returns the targets that an averaged loss leaves out."""
+    is_mean = name == "nll_loss_forward" and arguments["reduction"] == _MEAN
+    return frozenset({arguments["ignore_index"]} if is_mean else ())
 
 
 def is_masked_fill(name: str, arguments: Mapping[str, Any]) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.rank import current_rank
 from shardmap_torch.checker.rules.infer import name_arguments, signature_of, tensors_of
@@ -66,7 +68,7 @@ _MAX_PLACES: Final = 64
 
 @dataclass(eq=False)
 class Origins:
-    """What the values of a run come from: inputs, or numbers that every call of the body has.
+    """Origins of the values of a run: inputs, or numbers that every call of the body has.
 
     Known by storage; storages are held, so that no other one gets their address.
     """
@@ -119,6 +121,20 @@ def _address(x: Tensor) -> int:
     return address
 
 
+class _OneHot(TorchFunctionMode):
+    """Looks classes up in a table: torch reads the largest one, a number that trials cannot see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.one_hot:
+            return self._look_up(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _look_up(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes < 0:
+            return functional.one_hot(tensor)
+        return functional.embedding(tensor, torch.eye(num_classes, dtype=torch.int64))
+
+
 class _Body:
     """Runs a body, and its backward, on each rank under a mode."""
 
@@ -138,7 +154,7 @@ class _Body:
         @wraps(function)
         def under(*args: Any, **kwargs: Any) -> Any:
             self.enter(flatten((args, kwargs))[0])
-            with self.mode():
+            with _OneHot(), self.mode():
                 out = function(*args, **kwargs)
             self.leave(flatten(out)[0])
             return out
@@ -185,6 +201,8 @@ class Watched(_Body):
         seen: the conditions that it has met.
         lengths: for integer inputs the length of the shortest dim that they index.
         limits: for integer inputs the numbers by which it changes what is done with them.
+        ignored: for integer inputs the targets that averaged losses leave out; that there are none
+            is looked at in each call.
         masks: large numbers that it writes where something is hidden.
         selects: whether it chooses among entries, which may be equal.
         fixed: for each tensor among the results whether it depends on no input.
@@ -198,6 +216,7 @@ class Watched(_Body):
     seen: Seen = field(default_factory=Seen)
     lengths: dict[int, int] = field(default_factory=dict)
     limits: dict[int, frozenset[int]] = field(default_factory=dict)
+    ignored: dict[int, frozenset[int]] = field(default_factory=dict)
     masks: set[float] = field(default_factory=set)
     selects: bool = False
     fixed: list[bool] = field(default_factory=list)
@@ -363,6 +382,7 @@ class _Watch(_Wide):
             if is_random and not operators.is_masked_fill(name, arguments):
                 raise _refusal(name, "selects entries by a mask that depends on inputs")
             for at, added in self._origins.entries_of([index]):
+                self._watched.ignored[at] = operators.ignored_by(name, arguments)
                 lengths[at] = min(max(1, length - added), lengths.get(at, length))
 
     def _meet(

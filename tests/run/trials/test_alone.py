@@ -1,4 +1,4 @@
-"""What trials decide alone: right programs are accepted, wrong ones are not."""
+"""Verdicts of trials alone: right programs are accepted, wrong ones are not."""
 
 from typing import Final
 
