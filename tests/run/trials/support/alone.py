@@ -28,7 +28,7 @@ from shardmap_torch import (
     shift,
 )
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.verify.path import Strictness
+from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, verify
 from shardmap_torch.run import checked
 from shardmap_torch.run.trials import by_numbers
