@@ -18,6 +18,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, Casts, Drawing, Edge, Monitor
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.caching import Memo, lazy
+from shardmap_torch.core.source_location import is_raised_by_call
 from shardmap_torch.core.tree import Placed, Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError, listing
 from shardmap_torch.mesh import Mesh
@@ -191,8 +192,7 @@ def _apply(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
     try:
         return call.function(*args, **kwargs)
     except TypeError as error:
-        # Raised by the call itself, and not in the body.
-        if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+        if is_raised_by_call(error):
             raise SpecError(f"{call.name} cannot be called like this: {error}.") from None
         raise
 

@@ -87,6 +87,16 @@ def is_raised_by_user(error: BaseException) -> bool:
     )
 
 
+def is_raised_by_call(error: BaseException) -> bool:
+    """Returns whether a call itself failed, as for wrong arguments, before code of its began.
+
+    Functions of this package may stand between the frame that caught the error and the call.
+    """
+    return all(
+        frame.f_code.co_filename.startswith(_OWN) for frame, _ in walk_tb(error.__traceback__)
+    )
+
+
 @lru_cache(maxsize=16384)
 def _site(file: str, line: int) -> Site:
     """Returns one object for a line: layers are the same lines, over and over."""

@@ -61,11 +61,14 @@ class Call:
         result: X = map_leaves(one, x)
         return result
 
-    def types(self, x: Tensor, unknown: AxisType = V) -> dict[str, AxisType]:
-        """Returns the type of an operand along each axis: the user's, the checker's, or unknown."""
+    def types(self, x: Tensor, unknown: AxisType | None = None) -> dict[str, AxisType]:
+        """Returns the type of an operand along each axis: the user's, the checker's, or unknown.
+
+        Without `unknown` that is V: Dynamo does not know a type that is the default of a method.
+        """
         found = None if self.src is not None else self.scope.types_of(self.axes, x)
         if found is None:
-            return dict.fromkeys(self.axes, self.src or unknown)
+            return dict.fromkeys(self.axes, self.src or unknown or V)
         return dict(zip(self.axes, found, strict=True))
 
     def varying(self, x: Tensor) -> Tensor:

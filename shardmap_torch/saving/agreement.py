@@ -94,16 +94,17 @@ def on_first_rank(compute: Callable[[], T]) -> T:
         CheckpointError: rank 0 has raised it, or an OSError.
     """
     outcome: list[Any] = [None]
+    cause: Exception | None = None
     if is_alone() or dist.get_rank() == 0:
         try:
             outcome[0] = compute()
         except (CheckpointError, OSError) as error:
-            outcome[0] = CheckpointError(f"{error}")
+            outcome[0], cause = CheckpointError(f"{error}"), error
     if not is_alone():
         with naming_ranks("A checkpoint failed"):
             dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], CheckpointError):
-        raise outcome[0]
+        raise outcome[0] from cause
     result: T = outcome[0]
     return result
 

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -201,15 +202,17 @@ def _interpret(
         ShardTypeError: the checker refuses it.
     """
     every = (*types, *seeds)
-    results: list[_Result] = []
+    # Not a list: a check undoes what the body changes of plain data.
+    found: SimpleQueue[list[_Result]] = SimpleQueue()
 
     def body(*values: Tensor) -> tuple[()]:
         local = [x.squeeze(0) if k == V else x for x, k in zip(values, every, strict=True)]
         outputs = _compute(operation, local[: len(types)], local[len(types) :])
-        results[:] = [
+        results = [
             _Result(plain(typeof(y)[AXIS]), ShapeDtype(tuple(y.shape), y.dtype, y.requires_grad))
             for y in outputs
         ]
+        found.put(results)
         return ()
 
     body.__name__ = operation.name
@@ -221,6 +224,9 @@ def _interpret(
     specs = tuple(_SPECS[axis_type] for axis_type in every)
     mesh = make_mesh((2,), (AXIS,), kind="simulated", simulate="ranks")
     check_program(shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()), *stacked)
+    results: list[_Result] = []
+    while not found.empty():  # the last of its interpretations
+        results = found.get()
     return results
 
 

@@ -18,6 +18,7 @@ from shardmap_torch import (
     ShardTypeError,
     SpecError,
     all_reduce,
+    assume_constant,
     check_program,
     explain,
     make_mesh,
@@ -115,7 +116,7 @@ KEY = ShapeDtype((), torch.int64)
 
 def types_in(body: Any, *args: Any, check: Any = True) -> dict[str, Any]:
     """The types of what `body` computes, on 8,192 ranks."""
-    found: list[Any] = []  # a check leaves dicts as they were
+    found: list[Any] = assume_constant([])  # else a check would leave it as it was
 
     def typed(*args: Any) -> Tensor:
         y = body(*args)

@@ -67,19 +67,23 @@ _OPERATIONS: Final = (
     *("neg", "pos", "abs", "round", "trunc", "floor", "ceil", "eq", "ne", "lt", "le", "gt", "ge"),
 )
 
+_OF_TORCH: Final = ("sym_float", "sym_int", "sym_max", "sym_min", "sym_not", "sym_sqrt")
+"""Operations by which torch's own code converts: they give it its own symbols."""
+
 
 def _operation(name: str, base: Any) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
         # torch takes what `isinstance` calls an int for a constant.
         plain = [_PLAIN[type(x)](x.node) if type(x) in _PLAIN else x for x in (self, *others)]
-        return as_numbers(getattr(base, name)(*plain))
+        result = getattr(base, name)(*plain)
+        return result if name.startswith("__sym_") else as_numbers(result)
 
     return method
 
 
 def _passing_for(number: type, base: Any) -> Any:
     """Makes a class of symbols that pass for numbers of a Python type."""
-    names = [f"__{name}__" for name in _OPERATIONS]
+    names = [f"__{name}__" for name in (*_OPERATIONS, *_OF_TORCH)]
     return type(
         base.__name__,
         (base,),

@@ -148,7 +148,7 @@ REFUSED: Final[dict[str, tuple[Any, tuple[Any, Any], P, str]]] = {
     "written by item": (written_by_item, EXPERTS, P("tp", "dp"), "takes dim 0 apart"),
     "gradients of items": (gradients_of_items, EXPERTS, TP0, "is a gradient of, or with respect"),
     "a sum in a loop": (sum_in_a_loop, EXPERTS, DP, "its operand depends on items 0"),
-    "rows of experts": (rows_of_experts, ((X, W), (DP, N)), DP, "how many entries a mask selects"),
+    "rows of experts": (rows_of_experts, ((X, W), (DP, N)), DP, "nonzero over axis 'dp' of V"),
     "merged parts": (merged_parts, EXPERTS, DP, "logsumexp is not what it is on one device"),
     "validated": (validated, ROWS, N, "taking a Python value over axis 'dp' of V"),
     "counted": (counted, ROWS, N, "bincount over axis 'dp' of V"),

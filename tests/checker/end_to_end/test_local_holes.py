@@ -430,32 +430,41 @@ class Rotary(nn.Module):
 
 
 @pytest.mark.parametrize("simulate", ["ranks", "auto"])
-@pytest.mark.parametrize("body", ["summed", "local"])
-def test_a_cache_that_the_body_fills_is_told(simulate: Any, body: str) -> None:
-    rotate = Rotary()
-
+def test_a_cache_of_functools_that_the_body_fills_is_told(simulate: Any) -> None:
     @lru_cache
     def places() -> Tensor:
         return torch.arange(6, dtype=DATA.dtype)
 
-    def summed(x: Tensor) -> Tensor:
-        y: Tensor = rotate(x)
-        return all_reduce(y.sum(0), "tp", dst=I)
-
-    def local(x: Tensor) -> Tensor:
+    def body(x: Tensor) -> Tensor:
         return all_reduce(x, "tp", dst=I)[:2].sum(0) * places()
 
     mesh = make_mesh((4,), ("tp",), kind="simulated", simulate=simulate)
-    mapped = shard_map({"summed": summed, "local": local}[body], mesh=mesh, **ONE)
+    mapped = shard_map(body, mesh=mesh, **ONE)
     for _ in range(2):
         with pytest.raises(ShardTypeError) as caught:
             mapped(DATA)
         assert "a tensor that has no data: it was kept when the body was" in str(caught.value)
         assert "Fix: fill the cache before the first call" in str(caught.value)
-    rotate.places = None
     places.cache_clear()
-    rotate(DATA), places()
+    places()
     assert mapped(DATA).shape == (6,)
+
+
+@pytest.mark.parametrize("simulate", ["ranks", "auto"])
+def test_an_attribute_that_the_body_fills_is_each_rank_s_own(simulate: Any) -> None:
+    """A check leaves nothing in it, and each rank starts without."""
+    rotate = Rotary()
+
+    def body(x: Tensor) -> Tensor:
+        y: Tensor = rotate(x)
+        return all_reduce(y.sum(0), "tp", dst=I)
+
+    mesh = make_mesh((4,), ("tp",), kind="simulated", simulate=simulate)
+    mapped = shard_map(body, mesh=mesh, **ONE)
+    expected = Rotary()(DATA).sum(0)
+    for _ in range(3):
+        torch.testing.assert_close(mapped(DATA), expected)
+    assert type(rotate.places) in (Tensor, type(None))
 
 
 def test_a_hook_that_runs_after_its_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
