@@ -98,7 +98,7 @@ def _subclass(value: Any) -> type:
 
 
 def _module(value: Any) -> types.ModuleType:
-    module = types.ModuleType("settings_of_a_user")
+    module = types.ModuleType("captured_settings_of_a_user")
     vars(module)["value"] = value
     return module
 
@@ -126,16 +126,16 @@ def _by_name(value: Any) -> Any:
 def _imported(value: Any) -> Any:
     import sys
 
-    sys.modules["settings_of_a_user"] = _module(value)
+    sys.modules["captured_settings_of_a_user"] = _module(value)
     space: dict[str, Any] = {"__name__": "script_of_a_user"}
-    exec("def get():\n    import settings_of_a_user as s\n    return s.value\n", space)
+    exec("def get():\n    import captured_settings_of_a_user as s\n    return s.value\n", space)
     return space["get"]
 
 
 def _write_import(_: Any, value: Any) -> None:
     import sys
 
-    vars(sys.modules["settings_of_a_user"])["value"] = value
+    vars(sys.modules["captured_settings_of_a_user"])["value"] = value
 
 
 def _tensor(value: Any) -> Tensor:
