@@ -263,6 +263,7 @@ class Crossings:
 
     Attributes:
         shapes: the global shapes of all arguments, as torch.compile knows them.
+        is_alone: whether the mesh has one rank, whose results no other can take for others.
     """
 
     def __init__(self, mesh: Mesh, backend: Backend, specs: Sequence[P]) -> None:
@@ -270,6 +271,7 @@ class Crossings:
         self.mesh: Any = mesh
         self.backend: Any = backend
         self.shapes: Any = None
+        self.is_alone = mesh.size == 1
         self._specs = specs
         self._entered: list[tuple[DTensorSpec, Enter] | None] = [None] * len(specs)
         self._exited: list[tuple[Any, ...] | None] = [None] * len(specs)

@@ -53,7 +53,7 @@ def run(call: Call, batches: bool) -> Tree:
     watch.check()
     values = apart(result.crossing, leaves, _sharing(call, result) if traced else None)
     left = _crossings(mesh, result.match, traced).leave(values, follows)
-    if not follows:
+    if not (follows or crossings.is_alone):
         number(left)
     return result.rebuild(left)
 
