@@ -1,6 +1,7 @@
 """Pytrees: flattening, and broadcasting a prefix tree of specs to the leaves of a value."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Generic, TypeAlias, TypeVar, final
@@ -59,7 +60,58 @@ def flatten(tree: Tree) -> tuple[list[Any], Structure]:
         raise SpecError(
             f"A {type(tree).__name__} contains itself, or is nested too deep for a tree of tensors."
         ) from None
+    nodes = [leaf for leaf in leaves if type(leaf) in _TORCH_NODES]
+    if nodes:
+        for node in nodes:
+            _adopt(node)
+        return flatten(tree)
     return leaves, structure
+
+
+_TORCH_NODES: Final = torch.utils._pytree.SUPPORTED_NODES
+"""The types of nodes that `torch.utils._pytree` knows; other libraries register theirs there."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What torch's registration keeps of a node beside its children: with a hash."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        """Hashes what equal contexts have in common."""
+        return hash(repr(self.value))
+
+
+def _adopt(tree: Any) -> None:
+    """Registers the type of a node with optree as torch knows it."""
+    known = _TORCH_NODES[type(tree)]
+
+    def open_node(tree: Any) -> tuple[list[Any], _Context, tuple[Any, ...]]:
+        children, context = known.flatten_fn(tree)
+        return list(children), _Context(context), tuple(_names(tree))
+
+    def close_node(context: Any, children: Iterable[Any]) -> Any:
+        return known.unflatten_fn(list(children), context.value)
+
+    by_name = any(isinstance(name, str) and hasattr(tree, name) for name in _names(tree))
+    entry = optree.GetAttrEntry if by_name else optree.GetItemEntry
+    with suppress(ValueError):  # another thread has done so
+        optree.register_pytree_node(
+            type(tree), open_node, close_node, path_entry_type=entry, namespace=NAMESPACE
+        )
+
+
+def _names(tree: Any) -> Iterator[Any]:
+    """Yields the names or positions of a node's children."""
+    known = _TORCH_NODES[type(tree)]
+    if known.flatten_with_keys_fn is None:
+        yield from range(len(known.flatten_fn(tree)[0]))
+        return
+    for key, _ in known.flatten_with_keys_fn(tree)[0]:
+        names = (getattr(key, name, None) for name in ("key", "name", "idx"))
+        yield next((name for name in names if name is not None), str(key))
 
 
 def flatten_like(structure: Structure, tree: Tree) -> tuple[list[Any], Structure]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import GetAttrKey
 
 from shardmap_torch import P
 from shardmap_torch.boundary.matching import is_spec
@@ -78,3 +79,31 @@ def test_a_tree_is_flattened_alike_whatever_structure_it_should_have() -> None:
         likewise, same = flatten_like(expected, tree)
         assert all(a is b for a, b in zip(likewise, leaves, strict=True))
         assert same == structure
+
+
+class Pair:
+    """A node that torch alone knows, with a context that has no hash."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+
+
+def test_a_node_that_torch_knows_is_one_here_with_the_names_that_it_gives() -> None:
+    torch.utils._pytree.register_pytree_node(
+        Pair,
+        lambda pair: ([pair.first, pair.second], ["first", "second"]),
+        lambda values, names: Pair(**dict(zip(names, values, strict=True))),
+        serialized_type_name="shardmap_torch.tests.Pair",
+        flatten_with_keys_fn=lambda pair: (
+            [(GetAttrKey(name), getattr(pair, name)) for name in ("first", "second")],
+            ["first", "second"],
+        ),
+    )
+    leaves, structure = flatten([Pair(1, (2, 3))])
+    assert leaves == [1, 2, 3]
+    assert structure == flatten([Pair(4, (5, 6))])[1]
+    assert hash(structure) == hash(flatten([Pair(4, (5, 6))])[1])
+    [pair] = unflatten(structure, [4, 5, 6])
+    assert (type(pair), pair.first, pair.second) == (Pair, 4, (5, 6))
+    paths = [leaf.path for leaf in found([P("x")], [Pair(1, (2, 3))])]
+    assert paths == ["t[0].first", "t[0].second[0]", "t[0].second[1]"]
