@@ -75,7 +75,7 @@ _TORCH_NODES: Final = torch.utils._pytree.SUPPORTED_NODES
 @final
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What torch's registration keeps of a node beside its children: with a hash."""
+    """The context that torch's registration keeps of a node beside its children, with a hash."""
 
     value: Any
 
