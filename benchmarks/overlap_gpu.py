@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_forward, scatter_forward
-from shardmap_torch.kernels.executor import Choice, Gather
+from shardmap_torch.kernels.executor import Choice, Gather, complete
 from shardmap_torch.kernels.lanes import CudaLanes
-from shardmap_torch.kernels.network import complete
 from shardmap_torch.kernels.transport import NcclTransport, Work, run
 
 ROUNDS, WARM_UP = 20, 5

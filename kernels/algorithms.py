@@ -1,8 +1,5 @@
 """Algorithms of the overlapped matmuls, forward and backward, as generators over any transport.
 
-On the mesh's typed collectives (`network.Collectives`) they are the same code without chunks, which
-the checker interprets.
-
 Every function here is per-rank code on plain tensors. A tensor whose last dim is contracted is
 seen as a matrix of *tokens*, one row for each index of the other dims. The dim that is gathered or
 scattered shards that matrix either by rows or by features (`ChunkedDim`).
@@ -14,27 +11,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmap_torch.kernels.executor import LOW_PRECISION, Choice, Consume, Produce
-from shardmap_torch.kernels.network import (
-    Halves,
-    Network,
+from shardmap_torch.kernels.executor import (
+    LOW_PRECISION,
+    Choice,
+    Consume,
+    Gather,
+    Produce,
+    Scatter,
+    Sum,
     complete,
-    gathering,
-    reducing,
-    scattering,
-    summing,
 )
-from shardmap_torch.kernels.transport import Steps
+from shardmap_torch.kernels.transport import Steps, Transport
 
 
-def multiply(transport: Network, a: Tensor, b: Tensor) -> Tensor:
+def multiply(transport: Transport, a: Tensor, b: Tensor) -> Tensor:
     """Returns `a @ b`, and charges it to the transport's clock."""
     _charge(transport, a, b)
     return a @ b
 
 
 def multiply_into(
-    transport: Network, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
+    transport: Transport, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
 ) -> None:
     """Computes `out = a @ b + bias` in place."""
     _charge(transport, a, b)
@@ -44,7 +41,7 @@ def multiply_into(
         torch.addmm(bias, a, b, out=out)
 
 
-def accumulate(transport: Network, total: Tensor, a: Tensor, b: Tensor) -> None:
+def accumulate(transport: Transport, total: Tensor, a: Tensor, b: Tensor) -> None:
     """Computes `total += a @ b`; the product is rounded to its own dtype before a wider sum."""
     _charge(transport, a, b)
     if total.dtype == a.dtype:
@@ -53,7 +50,7 @@ def accumulate(transport: Network, total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _charge(transport: Network, a: Tensor, b: Tensor) -> None:
+def _charge(transport: Transport, a: Tensor, b: Tensor) -> None:
     outputs = a.shape[0] * b.shape[1]
     traffic = (a.numel() + b.numel() + outputs) * a.element_size()
     transport.charge(2.0 * outputs * a.shape[1], float(traffic))
@@ -104,7 +101,7 @@ class ChunkedDim:
         """Converts tokens to the chunked matrix and back."""
         return matrix.t() if self.by_features else matrix
 
-    def times(self, transport: Network, w: Tensor, bias: Tensor | None, out: Tensor) -> Consume:
+    def times(self, transport: Transport, w: Tensor, bias: Tensor | None, out: Tensor) -> Consume:
         """Consumes rows of the chunked x into the tokens of `out`, which become x @ w + bias."""
 
         def rows_times(rows: slice, tile: Tensor) -> None:
@@ -115,7 +112,7 @@ class ChunkedDim:
 
         return features_times if self.by_features else rows_times
 
-    def left_gradient(self, transport: Network, dy: Tensor, out: Tensor) -> Consume:
+    def left_gradient(self, transport: Transport, dy: Tensor, out: Tensor) -> Consume:
         """Consumes rows of the chunked x into xᵀ @ dy; `out` starts at zero."""
 
         def rows_gradient(rows: slice, tile: Tensor) -> None:
@@ -126,7 +123,7 @@ class ChunkedDim:
 
         return features_gradient if self.by_features else rows_gradient
 
-    def right_gradient(self, transport: Network, x: Tensor, out: Tensor) -> Consume:
+    def right_gradient(self, transport: Transport, x: Tensor, out: Tensor) -> Consume:
         """Consumes rows of the chunked dy into xᵀ @ dy; `out` starts at zero."""
 
         def rows_gradient(rows: slice, tile: Tensor) -> None:
@@ -138,7 +135,7 @@ class ChunkedDim:
         return features_gradient if self.by_features else rows_gradient
 
     def sum_of_products(
-        self, transport: Network, xs: Sequence[Tensor], ws: Sequence[Tensor]
+        self, transport: Transport, xs: Sequence[Tensor], ws: Sequence[Tensor]
     ) -> Produce:
         """Produces rows of the chunked sum of x @ w over pairs, from the tokens of each x."""
 
@@ -169,7 +166,7 @@ def _both(consumers: Sequence[Consume]) -> Consume:
 
 
 def gather_forward(
-    transport: Network,
+    transport: Transport,
     x: Tensor,
     ws: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -188,7 +185,7 @@ def gather_forward(
     consume = _both(
         [chunked.times(transport, *pair, out) for pair, out in zip(products, sums, strict=True)]
     )
-    gather = gathering(transport, "all_gather_matmul", chunked.matrix(x), consume, choice)
+    gather = Gather(transport, "all_gather_matmul", chunked.matrix(x), consume, choice)
     gathered = yield from complete(gather)
     outs = [chunked.restore(out.to(x.dtype), [*full_shape[:-1], out.shape[1]]) for out in sums]
     return outs, gathered
@@ -205,7 +202,7 @@ def _tokens_out(
 
 
 def scatter_forward(
-    transport: Network, x: Tensor, w: Tensor, dim: int, choice: Choice
+    transport: Transport, x: Tensor, w: Tensor, dim: int, choice: Choice
 ) -> Steps[Tensor]:
     """Computes `reduce_scatter(x @ w)`."""
     chunked = ChunkedDim.of(dim, x.ndim)
@@ -217,20 +214,20 @@ def scatter_forward(
 
 
 def _scatter(
-    transport: Network,
+    transport: Transport,
     op: str,
     produce: Produce,
     shape: Sequence[int],
     like: Tensor,
     dim: int,
     choice: Choice,
-) -> Halves:
+) -> Scatter:
     """Makes the reduce-scatter along `dim` of a tensor of `shape`."""
     chunked = ChunkedDim.of(dim, len(shape))
     num_tokens = torch.Size(shape[:-1]).numel()
     num_rows, columns = (shape[-1], num_tokens) if chunked.by_features else (num_tokens, shape[-1])
     out = like.new_empty(num_rows // transport.num_ranks, columns)
-    return scattering(transport, op, produce, out, num_rows, choice)
+    return Scatter(transport, op, produce, out, num_rows, choice)
 
 
 def _own_block(
@@ -239,17 +236,19 @@ def _own_block(
     return chunked.restore(chunked.flip(matrix), with_dim(shape, dim, shape[dim] // num_ranks))
 
 
-def reduce_forward(transport: Network, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:
+def reduce_forward(transport: Transport, x: Tensor, w: Tensor, choice: Choice) -> Steps[Tensor]:
     """Computes `all_reduce(x @ w)`, chunked by rows of the flattened x."""
     tokens = as_matrix(x)
     out = x.new_empty(tokens.shape[0], w.shape[1])
     produce = ChunkedDim(0, by_features=False).sum_of_products(transport, [tokens], [w])
-    total = yield from complete(reducing(transport, "matmul_all_reduce", produce, out, choice))
+    total = yield from complete(
+        Scatter(transport, "matmul_all_reduce", produce, out, out.shape[0], choice)
+    )
     return total.view(*x.shape[:-1], w.shape[1])
 
 
 def gather_backward(
-    transport: Network,
+    transport: Transport,
     gathered: Tensor | None,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
@@ -280,14 +279,14 @@ def gather_backward(
 
 
 def _input_gradient(
-    transport: Network,
+    transport: Transport,
     chunked: ChunkedDim,
     tokens: Sequence[Tensor],
     ws: Sequence[Tensor],
     dy: Tensor,
     dim: int,
     choice: Choice,
-) -> tuple[Halves, list[int]]:
+) -> tuple[Scatter, list[int]]:
     """Makes the reduce-scatter of the sum of dy @ wᵀ; returns it with the shape of the sum."""
     produce = chunked.sum_of_products(transport, tokens, [w.t() for w in ws])
     shape = [*dy.shape[:-1], ws[0].shape[0]]
@@ -296,7 +295,7 @@ def _input_gradient(
 
 
 def gather_backward_again(
-    transport: Network,
+    transport: Transport,
     x: Tensor,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
@@ -324,7 +323,7 @@ def gather_backward_again(
         ]
     )
     op = "all_gather_matmul backward"
-    gather = gathering(transport, op, chunked.matrix(x), consume, gather_choice)
+    gather = Gather(transport, op, chunked.matrix(x), consume, gather_choice)
     yield from gather.start()
     yield from scatter.start()
     yield from gather.finish()
@@ -334,7 +333,7 @@ def gather_backward_again(
 
 
 def scatter_backward(
-    transport: Network,
+    transport: Transport,
     x: Tensor,
     w: Tensor,
     dy: Tensor,
@@ -349,12 +348,12 @@ def scatter_backward(
     chunked = ChunkedDim.of(dim, x.ndim)
     gradients = _Gradients(transport, chunked, x, w, needs_grad)
     op = "matmul_reduce_scatter backward"
-    yield from complete(gathering(transport, op, chunked.matrix(dy), gradients.consume, choice))
+    yield from complete(Gather(transport, op, chunked.matrix(dy), gradients.consume, choice))
     return gradients.results()
 
 
 def reduce_backward(
-    transport: Network,
+    transport: Transport,
     x: Tensor,
     w: Tensor,
     dy: Tensor,
@@ -369,7 +368,7 @@ def reduce_backward(
     chunked = ChunkedDim(0, by_features=False)
     gradients = _Gradients(transport, chunked, x, w, needs_grad)
     op = "matmul_all_reduce backward"
-    yield from complete(summing(transport, op, chunked.matrix(dy), gradients.consume, choice))
+    yield from complete(Sum(transport, op, chunked.matrix(dy), gradients.consume, choice))
     return gradients.results()
 
 
@@ -378,7 +377,7 @@ class _Gradients:
 
     def __init__(
         self,
-        transport: Network,
+        transport: Transport,
         chunked: ChunkedDim,
         x: Tensor,
         w: Tensor,

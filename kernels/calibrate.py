@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import gather_forward
-from shardmap_torch.kernels.executor import Choice, Gather
-from shardmap_torch.kernels.network import complete
+from shardmap_torch.kernels.executor import Choice, Gather, complete
 from shardmap_torch.kernels.planner import Fabric
 from shardmap_torch.kernels.schedule import Chunk, Message
 from shardmap_torch.kernels.transport import Channel, Handle, Transport, run

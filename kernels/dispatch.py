@@ -28,7 +28,7 @@ from shardmap_torch.kernels.endpoint import (
     obstacle,
     place_of,
 )
-from shardmap_torch.kernels.engine import CHECKED, Engine, Scheduled
+from shardmap_torch.kernels.engine import Engine, Scheduled
 from shardmap_torch.kernels.planner import (
     Options,
     Overlap,
@@ -40,12 +40,13 @@ from shardmap_torch.kernels.planner import (
     record,
 )
 from shardmap_torch.kernels.symmetric import Operators, Symmetric, unsuited
-from shardmap_torch.kernels.typed import Checked, typed_calls
 from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
 from shardmap_torch.types import I, Partial, R, TypeLike, V
 
 Biases: TypeAlias = Sequence[Tensor | None]
-Runner: TypeAlias = KernelCall | Unfused | Checked
+Runner: TypeAlias = KernelCall | Unfused
+
+_CHECKED: Final = "the body is being checked, not run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +230,8 @@ def _prepare(
     situation = Situation(problem.op, backend, collective.axes, options.overlap, operands)
     why = obstacle(situation)
     if why is not None:
-        plan = _unfused_plan(situation, problem, why)
-        if not is_checker(backend) or obstacle(situation, of_place=False) is not None:
-            return Prepared(collective, plan, unfused)
-        fused = _may_be_fused(problem.op, collective, operands[0], options)
-        kernels = typed_calls(backend, collective, options, fused=fused)
-        return Prepared(collective, plan, Checked(backend, kernels, unfused, plan))
+        # A check is among these. The composition has the kernels' types, forward and backward.
+        return Prepared(collective, _unfused_plan(situation, problem, why), unfused)
     assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
     x = operands[0]
     endpoint = endpoint_of(backend, collective.axes, x.device)
@@ -247,12 +244,6 @@ def _prepare(
         return Prepared(collective, plan, unfused)
     call = KernelCall(backend, engine, endpoint.fabric, collective, plan.choice, options)
     return Prepared(collective, plan, call)
-
-
-def _may_be_fused(op: str, collective: Collective, x: Tensor, options: Options) -> bool:
-    """Returns whether a run may use symmetric memory, on groups that offer it."""
-    by_features = ChunkedDim.of(collective.dim, x.ndim).by_features
-    return x.device.type == "cuda" and unsuited(op, by_features, options) is None
 
 
 def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) -> Engine:
@@ -273,7 +264,7 @@ def _unfused_plan(situation: Situation, problem: Problem, why: str) -> Plan:
     """
     backend = situation.backend
     if is_checker(backend) and backend.mesh.kind != "simulated":
-        return Plan(problem.op, problem.axis, None, CHECKED)
+        return Plan(problem.op, problem.axis, None, _CHECKED)
     return obstructed(problem.op, problem.axis, situation.overlap, why)
 
 

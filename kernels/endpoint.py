@@ -198,13 +198,6 @@ def place_of(backend: Backend, overlap: Overlap) -> Backend | Mesh | None:
     return backend if is_ordinary else None
 
 
-OF_PLACE: Final = frozenset(
-    {_has_no_processes, _is_untried, _lacks_network, _is_captured_over_gloo}
-)
-"""Obstacles of this machine: the same program may overlap on another one."""
-
-
-def obstacle(situation: Situation, *, of_place: bool = True) -> str | None:
-    """Returns the first obstacle or None; without `of_place` skips those of this machine."""
-    rows = (row for row in OBSTACLES if of_place or row[1] not in OF_PLACE)
-    return next((why for why, holds in rows if holds(situation)), None)
+def obstacle(situation: Situation) -> str | None:
+    """Returns the first obstacle, or None."""
+    return next((why for why, holds in OBSTACLES if holds(situation)), None)

@@ -1,8 +1,8 @@
-"""Engines that run the kernels' operations: our schedules on a transport, or typed collectives."""
+"""The engine that runs the kernels' operations by our schedules on a transport."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -16,12 +16,9 @@ from shardmap_torch.kernels.algorithms import (
     scatter_forward,
 )
 from shardmap_torch.kernels.executor import Choice
-from shardmap_torch.kernels.network import Network
 from shardmap_torch.kernels.planner import Fabric, Plan, Problem, decide
 from shardmap_torch.kernels.symmetric import Symmetric
-from shardmap_torch.kernels.transport import run
-
-CHECKED: Final = "the body is being checked, not run"
+from shardmap_torch.kernels.transport import Transport, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Scheduled:
         note: Text that every plan adds to its reason.
     """
 
-    transport: Network
+    transport: Transport
     note: str = ""
 
     def plan(
@@ -81,17 +78,6 @@ class Scheduled:
     def reduce_backward(self, *operands: Any) -> tuple[Tensor | None, Tensor | None]:
         """Computes `reduce_backward`: the needed (dx, dw), whose cotangents have to be summed."""
         return run(reduce_backward(self.transport, *operands))
-
-
-@dataclass(frozen=True, slots=True)
-class Typed(Scheduled):
-    """Runs the kernels' formulas on typed collectives, for a body that is being checked."""
-
-    def plan(
-        self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool
-    ) -> Plan:
-        """Takes one part: without chunks all are the same."""
-        return Plan(problem.op, problem.axis, Choice(problem.schedule, 1), CHECKED)
 
 
 Engine: TypeAlias = Scheduled | Symmetric

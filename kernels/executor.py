@@ -295,6 +295,12 @@ class Sum(Scatter):
         super().combine(chunk)
 
 
+def complete(exchange: Gather | Scatter) -> Steps[Tensor]:
+    """Runs both halves, one after the other."""
+    yield from exchange.start()
+    return (yield from exchange.finish())
+
+
 def _sum_into(destination: Tensor, addends: list[Tensor]) -> None:
     """Adds left to right, in float32 where the addends are of lower precision."""
     if len(addends) == 1:

@@ -20,7 +20,6 @@ from torch import Tensor
 from shardmap_torch.core.torch_private.engine import has_kernel
 from shardmap_torch.kernels.algorithms import ChunkedDim
 from shardmap_torch.kernels.executor import Choice
-from shardmap_torch.kernels.network import Collectives
 from shardmap_torch.kernels.planner import Fabric, Options, Plan, Problem
 
 CHOICE: Final = Choice("symmetric memory", 1)
@@ -62,12 +61,12 @@ class Operators:
 
 @dataclass(frozen=True, slots=True)
 class Symmetric:
-    """Runs the kernels' operations by fused operators, or by collectives in a checked body.
+    """Runs the kernels' operations by fused operators.
 
     Its methods are those of `engine.Scheduled`; `dim` is the sharded dim.
     """
 
-    operators: Operators | Collectives
+    operators: Operators
 
     def plan(
         self, problem: Problem, fabric: Callable[[], Fabric], chunks: int | None, *, forced: bool

@@ -10,7 +10,6 @@ import torch
 from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import (
     Equation,
-    KernelCollective,
     ProgramPath,
     Use,
     show_types,
@@ -141,8 +140,7 @@ class Program:
         sent = f"  sends {equation.sent} B" if equation.sent else ""
         site = f"  # {equation.site}" if sites and equation.site is not None else ""
         prefix = f"{results} = " if results else ""
-        compared = "".join(map(_compared, equation.compared))
-        return f"  {prefix}{equation.name}({'; '.join(words)}){sent}{site}{compared}"
+        return f"  {prefix}{equation.name}({'; '.join(words)}){sent}{site}"
 
     def __str__(self) -> str:
         """Formats one equation per line, with its source line."""
@@ -304,11 +302,7 @@ def _explained(path: ProgramPath, axes: Sequence[str]) -> Iterator[str]:
     derived = [e for e in collectives if e.backward]
     yield "collectives:"
     for equation in path.equations:
-        if equation.compared:
-            site = "" if equation.site is None else f"  # {equation.site}"
-            yield f"  {equation.name}, typed as what follows:{site}"
-            yield from (_compared(compared)[1:] for compared in equation.compared)
-        elif equation.collective is not None and not equation.backward:
+        if equation.collective is not None and not equation.backward:
             yield _format(equation)
             back = [e for e in derived if e.forward is equation]
             yield from (
@@ -327,10 +321,6 @@ def _specified(forward: Equation, backward: Equation) -> str:
     if specified is None or str(forward.collective) != forward.name:  # an extremum has no row
         return ""
     return ", as specified" if backward.collective == specified else f", specified: {specified}"
-
-
-def _compared(compared: KernelCollective) -> str:
-    return f"\n    {'backward' if compared.backward else 'forward'}: {compared}"
 
 
 def _format(equation: Equation) -> str:

@@ -81,10 +81,6 @@ class WithoutAutomaticAxes:
         return None
 
 
-Form: TypeAlias = Callable[..., tuple[Tensor, ...]]
-"""One way to compute some results from some tensors, which autograd can differentiate."""
-
-
 class Checker(Backend, Protocol):
     """Types a body instead of running it; see `is_checker`."""
 
@@ -125,26 +121,10 @@ class Checker(Backend, Protocol):
         """
         ...
 
-    def check_equivalent(
-        self,
-        what: tuple[Hashable, ...],
-        own: Form,
-        composition: Form,
-        operands: Sequence[Tensor],
-    ) -> None:
-        """Checks that `own`, with its own backward, has the types of the composition it replaces.
-
-        `what` identifies the two forms: a name, and all else that they depend on.
-
-        Raises:
-            ShardTypeError: its results or gradients are not typed as those of the composition.
-        """
-        ...
-
 
 def is_checker(backend: Backend) -> TypeGuard[Checker]:
     """Returns whether the body is being checked; isinstance of a Protocol takes 40 us."""
-    return hasattr(backend, "check_equivalent")
+    return hasattr(backend, "first_run")
 
 
 def sends_bundles(backend: Backend) -> bool:

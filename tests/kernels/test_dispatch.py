@@ -1,6 +1,7 @@
 """Decisions for one call serve those that are alike, and no others."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardmap_torch import P, ShapeDtype, make_mesh, shard_map, trace
 from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels import all_gather_matmul, dispatch, last_plan, matmul_reduce_scatter
@@ -125,3 +127,18 @@ def mistake_twice() -> int:
 
 def test_a_mistake_is_told_every_time(gloo: Gloo) -> None:
     assert gloo(2).run(mistake_twice) == [2, 2]
+
+
+def test_a_required_overlap_is_checked_on_an_abstract_mesh_as_its_composition() -> None:
+    mesh = make_mesh((4,), ("tp",), kind="abstract")
+    programs = []
+    for overlap in ("require", "off"):
+        layer = partial(all_gather_matmul, axis="tp", overlap=overlap)
+        mapped = shard_map(
+            layer, mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")
+        )
+        programs.append(trace(mapped, ShapeDtype((8, 3)), ShapeDtype((3, 8))))
+        plan = last_plan()
+        assert plan is not None
+        assert (plan.choice, plan.reason) == (None, "the body is being checked, not run")
+    assert programs[0].fingerprint == programs[1].fingerprint

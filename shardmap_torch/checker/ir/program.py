@@ -107,27 +107,6 @@ class Use:
         return show_shape(self.dtype, self.shape)
 
 
-@dataclass(frozen=True)
-class KernelCollective:
-    """A collective of a kernel that a run may use for a composition; see `check_equivalent`.
-
-    Attributes:
-        collective: as printed.
-        operand: as printed.
-        sent: bytes that each rank sends.
-        backward: whether it is in the backward.
-    """
-
-    collective: str
-    operand: str
-    sent: int
-    backward: bool
-
-    def __str__(self) -> str:
-        """Formats it as `all_reduce('tp', Partial -> I) of float32[4], sends 16 B`."""
-        return f"{self.collective} of {self.operand}, sends {self.sent} B"
-
-
 @dataclass(eq=False, slots=True)
 class Equation:
     """One operation on values.
@@ -144,7 +123,6 @@ class Equation:
         spot: the call of a collective in the forward, if the body calls it; None for others.
         written: the collective that the body calls, if the repair that is tried has another.
         forward: in a backward, the equation whose derivative this is part of.
-        compared: collectives of kernels that a run may use for the composition that follows.
     """
 
     name: str
@@ -158,7 +136,6 @@ class Equation:
     forward: "Equation | None" = None
     spot: Spot | None = None
     written: Collective | None = None
-    compared: tuple[KernelCollective, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call, Result
-from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.outcomes import Need, Where
 from shardmap_torch.checker.ir.rejections import rejected

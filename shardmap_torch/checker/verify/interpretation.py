@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardmap_torch.boundary.call import Result, run_body
 from shardmap_torch.checker.calls.fake_results import empty
-from shardmap_torch.checker.communication.collectives import AbstractBackend
+from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.ir.paths import Branches

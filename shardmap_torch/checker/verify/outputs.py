@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.casts import apply
-from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter import messages, proposals
+from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.insertions import to_spec
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import pytest
 
-from shardmap_torch.checker.communication.collectives import AbstractBackend
 from shardmap_torch.checker.guards.state import State
+from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.spmd import equivalence
 from shardmap_torch.checker.spmd.gradients import Gradients

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardmap_torch import I, Partial, R
-from shardmap_torch.checker.communication import collectives
+from shardmap_torch.checker.interpreter import collectives
 from shardmap_torch.checker.rules import infer, lattice
 from shardmap_torch.checker.rules.lattice import Conflict, join
 from shardmap_torch.checker.verify import outputs

@@ -1,6 +1,6 @@
 """AbstractBackend: types the collectives of a body that is interpreted."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Final
@@ -10,16 +10,15 @@ from torch import Tensor
 
 from shardmap_torch.backends.vmap import SPREAD
 from shardmap_torch.checker.calls.fake_results import empty
-from shardmap_torch.checker.communication.equivalence import check_equivalent
 from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.program import Equation, bytes_sent, is_constant, use_of
-from shardmap_torch.checker.ir.repairs import NONE, Repair, Spot, collective_call
+from shardmap_torch.checker.ir.repairs import Repair, Spot, collective_call
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVEMENTS
 from shardmap_torch.collectives.operations import Collective, Extremum
-from shardmap_torch.collectives.protocol import Form, Readings, WithoutAutomaticAxes
+from shardmap_torch.collectives.protocol import Readings, WithoutAutomaticAxes
 from shardmap_torch.core.source_location import call_sites
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
@@ -111,20 +110,6 @@ class AbstractBackend(WithoutAutomaticAxes):
                 fix = f"say src={have[axis]}."
                 wrong = messages.error(interpreter, head, lines, fix, types=[have[axis]])
                 interpreter.numbers.branches.fail(wrong)
-
-    def check_equivalent(
-        self,
-        what: tuple[Hashable, ...],
-        own: Form,
-        composition: Form,
-        operands: Sequence[Tensor],
-    ) -> None:
-        """Requires that a kernel is equivalent to its composition; see `equivalence`."""
-        before, self._repair = self._repair, NONE
-        try:
-            check_equivalent(self._interpreter, what, own, composition, operands)
-        finally:
-            self._repair = before
 
     def index(self, axes: Sequence[str]) -> Tensor:
         """Returns an index of type V over `axes` and K over all others."""

@@ -1,1 +1,0 @@
-"""Types of collectives, and comparisons of kernels with their compositions."""
