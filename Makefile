@@ -11,7 +11,7 @@ FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < 
 
 BENCHMARKS := train_step peers call_overhead simulated_mlp checker sizes overlap_model overlap_auto overlap_step overlap overlap_gpu
 
-.PHONY: demo generate test fast fuzz faults lint bench clean
+.PHONY: demo generate test fast fuzz faults lint docs bench clean
 
 demo: $(READY)  ## train the example GPT on a simulated mesh
 	$(BIN)/python examples/train_gpt.py
@@ -51,6 +51,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(READY)  ## the site, in out/site: pages, reference, executed notebooks; warnings are errors
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation --editable ".[docs]"
+	$(BIN)/sphinx-build -q --fail-on-warning --keep-going -b html docs out/site
 
 # JAX has an environment of its own: it is measured beside, and is no part of the project.
 .venv-jax/ready:

@@ -1,0 +1,85 @@
+"""Configures the site; `make docs` builds it."""
+
+import os
+import re
+from typing import Any
+
+from shardmap_torch import __version__
+
+project = "shardmap_torch"
+author = "shardmap_torch contributors"
+copyright = "2026, shardmap_torch contributors"
+release = version = __version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "pictures/*.py"]
+root_doc = "index"
+
+# Docstrings are in Google's style, and put code into single backquotes.
+default_role = "code"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Example", "example")]
+autodoc_default_options = {"members": True, "member-order": "alphabetical"}
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+add_module_names = False
+python_display_short_literal_types = True
+
+myst_enable_extensions = ["colon_fence", "attrs_inline", "deflist"]
+myst_heading_anchors = 4
+
+# A notebook is a page that says so at its top; each runs in a process of its own, from the start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+
+html_theme = "sphinx_book_theme"
+html_title = "shardmap_torch"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_theme_options = {
+    "use_download_button": True,
+    "use_fullscreen_button": False,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+pygments_style = "friendly"
+
+
+# A letter after the closing backquote, as of a plural, needs a separator in reStructuredText.
+CODE = re.compile(r"(?<!`)(`[^`]+`)([a-z]?)")
+
+
+def _as_rst(lines: list[str]) -> list[str]:
+    """Rewrites the tables of docstrings, which are Markdown's, and `code`s with an ending."""
+    found: list[str] = []
+    for line, before in zip(lines, ["", *lines], strict=False):
+        if not line.startswith("|"):
+            found.append(CODE.sub(lambda m: m[1] + f"\\ {m[2]}" * bool(m[2]), line))
+        elif not set(line) <= set("|-"):
+            if not before.startswith("|"):
+                found += [".. list-table::", "   :header-rows: 1", ""]
+            first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+            found += [f"   * - {first}", *(f"     - {cell}" for cell in rest)]
+    return found
+
+
+def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = _as_rst(lines)
+
+
+def setup(app: Any) -> None:
+    """Puts the rewriting before napoleon, which reads its result."""
+    app.connect("autodoc-process-docstring", _process, priority=400)
