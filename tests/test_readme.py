@@ -49,6 +49,22 @@ $ make demo
 y = 1
 ```
 """
+NOTEBOOK = """# Title
+
+```{toctree}
+nothing to run
+```
+
+```{code-cell} ipython3
+z = 3
+```
+
+## Next
+
+```{code-cell} ipython3
+print(12 // z)
+```
+"""
 
 
 @pytest.mark.parametrize(("page", "blocks"), SECTIONS)
@@ -74,6 +90,15 @@ def test_blocks_are_grouped_by_heading_and_excused_ones_left_out() -> None:
         "Title": ["python", "text", "console"],
         "Next": ["python"],
     }
+
+
+def test_cells_of_a_notebook_are_one_section_and_directives_are_left_out(tmp_path: Path) -> None:
+    found = readme.sections(NOTEBOOK)
+    assert [block.line for block in found["the notebook"]] == [8, 14]
+    assert len(found) == 1
+    run_page(NOTEBOOK, tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        run_page(NOTEBOOK.replace("z = 3", "z = 0"), tmp_path)
 
 
 def test_a_page_that_shows_what_it_prints_passes(tmp_path: Path) -> None:

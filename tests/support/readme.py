@@ -7,6 +7,8 @@ Within a section (a heading and what follows it), in order, in one folder and on
 - A `text` block is the whole output of the `python` block before it; without one, that prints none.
 - A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command. With
   pools of processes `torchrun` runs its script on the ranks of one, which have imported torch.
+- A `{code-cell}` of a notebook is executed; all cells of a page are one section. Other directives
+  of the site, as `{toctree}`, are no blocks.
 - `<!-- not run: reason -->` on the line before a block leaves it out. No other block is left out.
 """
 
@@ -24,7 +26,8 @@ from typing import Any
 
 from tests.support.pool import Gloo
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*|\{[\w-]+\}[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CELL = "{code-cell}"
 HEADING = re.compile(r"^#+ (.+)$")
 PROGRAMS = {
     "python": [sys.executable],
@@ -51,9 +54,12 @@ def sections(page: str) -> dict[str, list[Block]]:
         heading = next(
             (title[1] for line in prose[::-1] if (title := HEADING.match(line))), heading
         )
-        if not (prose and prose[-1].startswith("<!-- not run: ")):
+        is_cell = fence[1].startswith(CELL)
+        is_other_directive = fence[1].startswith("{") and not is_cell
+        if not is_other_directive and not (prose and prose[-1].startswith("<!-- not run: ")):
             line = page.count("\n", 0, fence.start(2)) + 1
-            found.setdefault(heading, []).append(Block(line, fence[1], fence[2]))
+            block = Block(line, CELL if is_cell else fence[1], fence[2])
+            found.setdefault("the notebook" if is_cell else heading, []).append(block)
     return found
 
 
@@ -70,6 +76,8 @@ def run(blocks: list[Block], folder: Path, filename: str, gloo: Gloo | None = No
             case "console":
                 command, _, output = block.text.partition("\n")
                 assert _command(command, folder, gloo) == output, where
+            case "{code-cell}":
+                _execute(block, namespace, folder, filename)
             case "text":
                 assert previous == "python", f"{where}: not the output of a python block"
             case language:
@@ -86,7 +94,7 @@ def _execute(block: Block, namespace: dict[str, Any], folder: Path, filename: st
     code = compile("\n" * (first - 1) + block.text, str(path), "exec")
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(code, namespace)
-    assert not re.search(r"\.md:\d", printed.getvalue()), (
+    assert block.language == CELL or not re.search(r"\.md:\d", printed.getvalue()), (
         f"line {block.line}: it shows a line of the page; begin the block with `# name.py`"
     )
     return printed.getvalue()

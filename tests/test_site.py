@@ -1,0 +1,54 @@
+"""The site: every public name has its entry, every page its place, every link its target."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import shardmap_torch
+
+REPO = Path(__file__).parent.parent
+DOCS = REPO / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+ENTRY = re.compile(r"^\.\. (?:auto|py:)\w+:: shardmap_torch\.([\w.]+)", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
+MODULES = ["nn", "optim", "lax", "random", "saving", "kernels"]
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    pages = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    expected = [name for name in shardmap_torch.__all__ if name not in MODULES]
+    for module in MODULES:
+        names = importlib.import_module(f"shardmap_torch.{module}").__all__
+        expected += [f"{module}.{name}" for name in names]
+    assert sorted(ENTRY.findall(pages)) == sorted(expected)
+
+
+def test_the_index_has_every_page_once() -> None:
+    index = (DOCS / "index.md").read_text()
+    listed = [
+        line
+        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.MULTILINE | re.DOTALL)
+        for line in tree.splitlines()
+        if line and not line.startswith(":")
+    ]
+    names = [str(page.relative_to(DOCS).with_suffix("")) for page in PAGES]
+    assert sorted([*listed, "index"]) == sorted(names)
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors that MyST makes of the headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [REPO / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in LINK.findall(prose):
+        if target.startswith("https://"):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
