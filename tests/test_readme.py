@@ -67,6 +67,7 @@ print(12 // z)
 """
 
 
+@pytest.mark.usefixtures("repairs")
 @pytest.mark.parametrize(("page", "blocks"), SECTIONS)
 def test_every_block_of_a_page_runs_and_prints_what_is_shown(
     page: Path, blocks: list[readme.Block], tmp_path: Path, request: pytest.FixtureRequest
