@@ -83,7 +83,7 @@ class ProcessGroupBackend(RankBackend):
     bundles = True  # see `sends_bundles`
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh, dist.get_rank())
+        super().__init__(mesh, mesh.rank)
         self.readings = Memo[Any]()
         self._plans: dict[int, Planned] = {}
         self._lines: dict[tuple[str, ...], Line] = {}
@@ -186,7 +186,7 @@ class ProcessGroupBackend(RankBackend):
         return known
 
     def _make_line(self, axes: tuple[str, ...]) -> Line:
-        ranks = self.mesh.peers(axes, self.place)
+        ranks = self.mesh.processes_of(self.mesh.peers(axes, self.place))
         in_group = sorted(ranks)
         order = tuple(in_group.index(rank) for rank in ranks)
         own = self.mesh.index(axes, self.place)

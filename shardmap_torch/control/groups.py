@@ -86,9 +86,15 @@ def make_device_mesh(
 
 
 def agree_on_layout(
-    names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    limit: timedelta | None,
+    *,
+    is_slice: bool = False,
 ) -> None:
     """Requires that all processes make the same mesh; otherwise making groups would hang.
+
+    A slice has a part of the processes, and each process makes its own.
 
     Raises:
         MeshError: the mesh has another number of ranks than there are processes.
@@ -100,7 +106,8 @@ def agree_on_layout(
     control = start(limit or shortest or dist.default_pg_timeout)
     problem: MeshError | None = None
     try:
-        _check_world(names, sizes)
+        if not is_slice:
+            _check_world(names, sizes)
     except MeshError as error:
         problem = error
     if control is not None:

@@ -54,7 +54,9 @@ def make_mesh(
     named by those that it is a part of, as "dp&ep".
 
     Args:
-        shape: ranks along each axis, or a torch DeviceMesh to take over with its groups.
+        shape: ranks along each axis, or a torch DeviceMesh to take over with its groups. That may
+            be a slice, `device_mesh["tp"]`, of which each process takes its own: all of them run
+            the same programs, and what the slices exchange is not this library's affair.
         axis_names: one name per axis; for a DeviceMesh by default its own.
         kind: "simulated" (all ranks in this process), "process_group" (one rank a process) or
             "abstract" (no data). By default "process_group" where torchrun's environment or an
@@ -222,19 +224,17 @@ def _from_device_mesh(
         raise MeshError(f"axis_names {tuple(axis_names)} differ from the DeviceMesh's {own}.")
     sizes = tuple(device_mesh.shape)
     _check_layout(sizes, own)
-    if device_mesh.size() != dist.get_world_size():
-        raise MeshError(
-            f"The DeviceMesh {dict(zip(own, sizes, strict=True))} has not all of the "
-            f"{dist.get_world_size()} processes. Pass the mesh that it is a part of, and name axes "
-            f"where they are needed: parallelize(module, mesh, plan, axis={own[0]!r})."
-        )
-    agree_on_layout(tuple(own), sizes, limit)
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != sorted(ranks):
         raise MeshError(f"The DeviceMesh's ranks {ranks} are not in row-major order.")
+    is_slice = len(ranks) < dist.get_world_size()
+    agree_on_layout(tuple(own), sizes, limit, is_slice=is_slice)
+    if dist.get_rank() not in ranks:
+        raise MeshError(f"The DeviceMesh has the processes {ranks}, not {dist.get_rank()}.")
     device = torch.device(device_mesh.device_type)
     layout = Mesh(tuple(own), sizes, "process_group", device, simulate, None, debug)
-    mesh = replace(layout, device_mesh=device_mesh, layout=layout)
+    processes = tuple(ranks) if is_slice else ()
+    mesh = replace(layout, device_mesh=device_mesh, layout=layout, processes=processes)
     return _with_groups(mesh, limit)
 
 

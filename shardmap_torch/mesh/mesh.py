@@ -183,6 +183,8 @@ class Mesh(Grid):
         layout: an equal mesh without groups, which caches may keep; None if it has none itself.
         inner: the mesh that calls on this one use, of the same groups. Caches keep that, and drop
             it when this one is freed.
+        processes: the processes that are its ranks, in order, where it is a slice of a DeviceMesh;
+            empty where they are all, numbered as the ranks are.
 
     Source: `jax.sharding.Mesh`, `torch.distributed.device_mesh.DeviceMesh`.
     """
@@ -197,6 +199,7 @@ class Mesh(Grid):
     aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
     layout: "Mesh | None" = field(default=None, compare=False, repr=False)
     inner: "Mesh | None" = field(default=None, compare=False, repr=False)
+    processes: tuple[int, ...] = field(default=(), compare=False, repr=False)
     _groups: dict[Any, dist.ProcessGroup] = field(
         default_factory=dict, compare=False, repr=False, init=False
     )
@@ -215,7 +218,7 @@ class Mesh(Grid):
 
     @property
     def rank(self) -> int:
-        """The rank of this process; outside of bodies 0 where one process holds all ranks.
+        """The rank of this process on the mesh; outside of bodies 0 where it holds all ranks.
 
         For what one process does outside of a body, such as to print.
 
@@ -226,7 +229,8 @@ class Mesh(Grid):
         Source: `jax.process_index`, `torch.distributed.get_rank`.
         """
         if self.device_mesh is not None:
-            return dist.get_rank()
+            process = dist.get_rank()
+            return self.processes.index(process) if self.processes else process
         scope = SCOPES.stack[-1] if SCOPES.stack else None
         if scope is None or self.size == 1:
             return 0
@@ -238,6 +242,10 @@ class Mesh(Grid):
                 "which process prints."
             )
         return rank
+
+    def processes_of(self, ranks: Sequence[int]) -> list[int]:
+        """Returns the numbers that torch.distributed has for ranks of this mesh."""
+        return [self.processes[rank] for rank in ranks] if self.processes else list(ranks)
 
     def resized(self, sizes: tuple[int, ...]) -> "Mesh":
         """Returns an abstract mesh of other sizes, whose axes have the same process groups."""
@@ -276,13 +284,13 @@ class Mesh(Grid):
     ) -> dist.ProcessGroup:
         if len(axes) == 1 and purpose == "collectives" and not self._state.remade:
             return device_mesh.get_group(axes[0])
-        members = self.peers(axes, self.coordinates(dist.get_rank()))
+        members = self.processes_of(self.peers(axes, self.coordinates(self.rank)))
         named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
         limit = shortest_timeout([group for group in named if group is not None])
 
         def make() -> dist.ProcessGroup:
             group = dist.new_group(
-                list(members),
+                members,
                 timeout=limit,
                 use_local_synchronization=True,
                 group_desc=f"{axes} {purpose}",
