@@ -176,12 +176,15 @@ def of_processes() -> None:
     torchs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     assert make_mesh(torchs) == mesh
     assert as_mesh(torchs) is as_mesh(torchs)
-    with pytest.raises(MeshError) as part:
-        as_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"])
-    assert str(part.value) == (
-        "The DeviceMesh {'tp': 1} has not all of the 2 processes. Pass the mesh that it is a part "
-        "of, and name axes where they are needed: parallelize(module, mesh, plan, axis='tp')."
-    )
+    own = as_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"])
+    assert (own.shape, own.rank, own.processes) == ({"tp": 1}, 0, (dist.get_rank(),))
+    first = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
+    if dist.get_rank() == 1:
+        with pytest.raises(MeshError) as missing:
+            make_mesh(first)
+        assert str(missing.value) == "The DeviceMesh has the processes [0], not 1."
+    else:
+        assert make_mesh(first).size == 1
     with pytest.raises(MeshError) as unnamed:
         make_mesh(init_device_mesh("cpu", (2,)))
     assert str(unnamed.value) == (

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 
 from shardmap_torch.backends import reference
 from shardmap_torch.backends.communicator import GlooWire, TracedGlooWire, TracedWire, Wire
@@ -21,7 +22,7 @@ from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
 from shardmap_torch.core.caching import Memo, constant, lazy
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.engine import current_graph_task_id
+from shardmap_torch.core.torch_private.engine import current_graph_task_id, is_profiling
 from shardmap_torch.mesh import Mesh
 
 T = TypeVar("T")
@@ -230,6 +231,8 @@ def _send(
     """Begins a collective in eager code: counts its bytes, and compares what the ranks are at."""
     if TALLIES:  # as `pass_door`, whose call each collective would pay
         pass_door(c, x.nbytes, len(line.order))
+    if is_profiling():
+        act = partial(_recorded, act, backend.site())
     control = current()
     if control is None:
         return act(line, c, x)
@@ -238,6 +241,12 @@ def _send(
         return act(line, c, x)
     except (RuntimeError, StuckError) as error:
         control.fail(f"{c} on the {backend.mesh}", error)
+
+
+def _recorded(act: Callable[..., T], site: Site | None, line: Line, c: Collective, x: Tensor) -> T:
+    """Runs a collective as an event of torch's profiler, by its name and the user's line."""
+    with profiler.record_function(f"{c} at {site.place}" if site is not None else str(c)):
+        return act(line, c, x)
 
 
 def _eager(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:

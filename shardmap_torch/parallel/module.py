@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -22,6 +23,7 @@ from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, 
 from shardmap_torch.parallel.forwards import style_forward
 from shardmap_torch.parallel.plan import ROOT, Plan, make_plan
 from shardmap_torch.parallel.pure import BoundModule
+from shardmap_torch.parallel.trackers import untracked
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 
@@ -140,7 +142,7 @@ class _ParallelCall:
         self._mapped: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _WITHOUT_FAST_PATH():
+        with _WITHOUT_FAST_PATH(), untracked():
             return self._outputs.leave(self._with_specs(_call, args, kwargs))
 
     def verdict_on(
@@ -199,6 +201,7 @@ class _ParallelCall:
     def _map(
         self, key: Any, specs: tuple[Tree, Tree], num_dims: tuple[int, ...] | None
     ) -> Callable[..., Any]:
+        _reject_units(self._module)
         # A partial, not a method: the checker looks through it at the module and its code.
         body = partial(self._body, num_dims)
         body.__name__ = type(self._module).__name__  # type: ignore[attr-defined]
@@ -273,6 +276,22 @@ def _reject_parallel(module: nn.Module) -> None:
             f"parallelize: {what} parallelized already. Give one plan for the outermost module, "
             "with names such as 'layers.*.w1'."
         )
+
+
+def _reject_units(module: nn.Module) -> None:
+    """Requires that FSDP2 gathers the parameters of no module below the one that is called.
+
+    Raises:
+        SpecError: it would, in the body, for the module and not for its copy.
+    """
+    for path, below in module.named_modules():
+        if path and isinstance(below, FSDPModule):
+            name = type(module).__name__.removeprefix("FSDP")
+            raise SpecError(
+                f"{name}: {path!r} is a unit of fully_shard within a parallelized module, which "
+                "runs as one program on parameters that it gathers before.\n"
+                f"Fix: parallelize {path!r} by itself, and not {name}; or fully_shard only {name}."
+            )
 
 
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:

@@ -5,7 +5,7 @@ as processes have.
 """
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -61,9 +61,14 @@ def hold(owner: Any, name: Any, value: Any) -> None:
     """Makes a holder have what `held` returned."""
     if isinstance(value, Whole):
         kind = builtin_of(type(owner))
+        if kind is dict:
+            _table_of(owner).clear(owner)
+            for key, item in zip(*value, strict=True):
+                _table_of(owner).__setitem__(owner, key, item)
+            return
         kind.clear(owner)
         fill = kind.extend if kind in (list, deque) else kind.update
-        fill(owner, zip(*value, strict=True) if kind is dict else value.values)
+        fill(owner, value.values)
         return
     where: tuple[Any, ...] = (owner, name)
     put: Callable[..., Any]
@@ -75,11 +80,16 @@ def hold(owner: Any, name: Any, value: Any) -> None:
     elif isinstance(owner, type):
         put, drop = type.__setattr__, type.__delattr__
     else:
-        put, drop = dict.__setitem__, dict.__delitem__
+        put, drop = _table_of(owner).__setitem__, _table_of(owner).__delitem__
     if value is not ABSENT:
         put(*[*where, value])
     elif held(owner, name) is not ABSENT:
         drop(*where)
+
+
+def _table_of(owner: Any) -> Any:
+    """Returns the class whose methods write into a dict: an OrderedDict has an order of its own."""
+    return OrderedDict if issubclass(type(owner), OrderedDict) else dict
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -41,10 +41,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_mode
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.distributed import distributed_c10d
+from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -58,12 +59,22 @@ make_dual: Final[Callable[..., Any]] = _make_dual
 set_timeout: Final[Callable[..., None]] = (
     getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
 )
+GLOBAL_MODULE_HOOKS: Final[tuple[dict[int, Any], ...]] = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+)
 default_store: Final = distributed_c10d._get_default_store
 
 
 def forward_level() -> int:
     """Returns the level of forward-mode differentiation that is active; negative for none."""
     return forward_ad._current_level
+
+
+def is_profiling() -> bool:
+    """Returns whether one of torch's profilers is on."""
+    return profiler._is_profiler_enabled
 
 
 def is_vmapped_by_autograd() -> bool:

@@ -69,6 +69,14 @@ ENGINE: Final[Sequence[PrivateName]] = (
         "_get_current_dispatch_mode_stack",
     ),
     *_rows(_MODES, "torch.overrides", "_get_current_function_mode_stack"),
+    *_rows(
+        "trackers of modules, as CommDebugMode has one",
+        "torch.nn.modules.module",
+        "_global_backward_pre_hooks",
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+    ),
+    *_rows("events of profilers", "torch.autograd.profiler", "_is_profiler_enabled"),
     *_rows(_BACKWARD, "torch._C", "_current_autograd_node", "_current_graph_task_id"),
     *_rows(
         _BACKWARD,

@@ -4,7 +4,7 @@ Checks leave that data as it was, and ranks that share a process do not see what
 """
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -227,6 +227,19 @@ def test_what_a_body_keeps_is_that_of_the_first_rank_s_run(simulate: str) -> Non
         f(torch.ones(4))
         assert METRICS == {"mean": means}
     assert LOG == [{"loss": 4.0}] * 2
+
+
+def test_what_a_body_keeps_in_an_ordered_dict_is_put_back_in_order() -> None:
+    kept: OrderedDict[str, int] = OrderedDict(first=1)
+
+    def body(x: Tensor) -> Tensor:
+        kept.pop("first")
+        kept["second"] = 2
+        return x
+
+    f = shard_map(body, mesh=MESHES["auto"], in_specs=P("dp"), out_specs=P("dp"))
+    check_program(f, torch.ones(4))
+    assert list(kept.items()) == [("first", 1)]
 
 
 @pytest.mark.parametrize("simulate", MESHES)

@@ -1,0 +1,217 @@
+"""Parallelized modules in torch's other tools: FSDP2, checkpoints, counters of collectives."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
+
+from shardmap_torch import (
+    ColwiseParallel,
+    RowwiseParallel,
+    ShardMapError,
+    make_mesh,
+    parallel,
+    parallelize,
+)
+from tests.parallel import models
+from tests.parallel.support.plans import R, llama_plan, mlp_plan, sequence_plan
+from tests.parallel.test_training import loss_of
+from tests.programs.support.harness import global_value, random, worker_mesh
+from tests.support.pool import Gloo
+
+pytestmark = pytest.mark.slow
+
+Step = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""The loss of a step, the norm of its gradients, and these."""
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return models.Llama(num_layers=2)
+
+
+def whole(plan: Callable[[Any], Any]) -> Callable[[DeviceMesh, DeviceMesh], nn.Module]:
+    """The order of torchtitan, with the model as one unit."""
+
+    def make(dp: DeviceMesh, tp: DeviceMesh) -> nn.Module:
+        model: nn.Module = parallelize(llama(), tp, plan(parallel))
+        fully_shard(model, mesh=dp)
+        return model
+
+    return make
+
+
+def by_layer(dp: DeviceMesh, tp: DeviceMesh) -> nn.Module:
+    """Each layer is a program and a unit of its own, whose parameters are gathered when it runs."""
+    model, prefix = llama(), "layers.*."
+    plan = {k.removeprefix(prefix): v for k, v in llama_plan(parallel).items() if prefix in k}
+    parallelize(model.tok_embeddings, tp, RowwiseParallel(input_layouts=R))
+    parallelize(model.norm, tp, {})
+    parallelize(model.output, tp, ColwiseParallel(output_layouts=R))
+    for layer in model.layers.values():
+        fully_shard(parallelize(layer, tp, plan), mesh=dp)
+    fully_shard(model, mesh=dp)
+    return model  # type: ignore[no-any-return]  # a Llama
+
+
+UNITS = {
+    "a whole model": whole(llama_plan),
+    "its sequence sharded": whole(sequence_plan),
+    "layer by layer": by_layer,
+}
+
+
+def grid(*sizes: int) -> DeviceMesh:
+    names = ("dp", "tp") if len(sizes) == 2 else ("replicate", "shard", "tp")
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def train(module: nn.Module, part: slice, mean: Callable[[Tensor], Tensor]) -> list[Step]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    steps = []
+    for step in range(3):
+        tokens = torch.randint(12, (4, 5), generator=torch.Generator().manual_seed(step))[part]
+        optimizer.zero_grad()
+        loss = loss_of(module(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        grads = {name: _grad(value) for name, value in module.named_parameters()}
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        steps.append((mean(loss.detach()), global_value(norm), grads))
+    return steps
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return global_value(parameter.grad).clone()
+
+
+def assert_trains_as_one_device(module: nn.Module, replicas: DeviceMesh) -> None:
+    """Trains on this process' half of each batch; losses, norms and gradients are those of all."""
+    at = replicas.get_local_rank()
+
+    def mean(loss: Tensor) -> Tensor:
+        dist.all_reduce(loss, group=replicas.get_group())
+        return loss / replicas.size()
+
+    found = train(module, slice(2 * at, 2 * at + 2), mean)
+    expected = train(llama(), slice(None), lambda loss: loss)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def with_fsdp(case: str) -> None:
+    mesh = grid(2, 2)
+    assert_trains_as_one_device(UNITS[case](mesh["dp"], mesh["tp"]), mesh["dp"])
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_fsdp2_around_tensor_parallelism_trains_as_one_device(case: str, gloo: Gloo) -> None:
+    gloo(4).run(with_fsdp, case, timeout=120)
+
+
+def with_replicas(folder: str) -> None:
+    """Trains on replicas of one shard, as DDP does; a checkpoint goes to tensor-parallel ranks."""
+    mesh = grid(2, 1, 2)
+    model = parallelize(llama(), mesh["tp"], llama_plan(parallel))
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    assert_trains_as_one_device(model, mesh["replicate"])
+    save({"model": model.state_dict()}, checkpoint_id=folder)
+    other = parallelize(llama(), grid(1, 4)["tp"], sequence_plan(parallel))
+    state = {"model": other.state_dict()}
+    load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    tokens = torch.randint(12, (4, 4), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(other(tokens), model(tokens))
+
+
+def test_replicas_train_as_one_device_and_their_checkpoint_loads_into_another_plan(
+    gloo: Gloo, tmp_path: Path
+) -> None:
+    gloo(4).run(with_replicas, str(tmp_path), timeout=120)
+
+
+def units_within_a_program() -> str:
+    mesh = grid(2, 2)
+    model: Any = parallelize(llama(), mesh["tp"], llama_plan(parallel))
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh["dp"])
+    with pytest.raises(ShardMapError) as found:
+        model(torch.zeros(2, 4, dtype=torch.int64))
+    return str(found.value)
+
+
+def test_units_of_fsdp2_within_one_program_are_rejected(gloo: Gloo) -> None:
+    for text in gloo(4).run(units_within_a_program):
+        assert text == (
+            "Llama: 'layers.0' is a unit of fully_shard within a parallelized module, which runs "
+            "as one program on parameters that it gathers before.\n"
+            "Fix: parallelize 'layers.0' by itself, and not Llama; or fully_shard only Llama."
+        )
+
+
+def between_modules() -> None:
+    """A DTensor that one parallelized module returns goes through torch's code into another."""
+    mesh = worker_mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    up, down = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
+    x = random((4, 8), 0)
+    expected = down(nn.functional.gelu(up(x)))
+    expected.square().mean().backward()
+    grads = [_grad(value) for value in (*up.parameters(), *down.parameters())]
+    parallelize(up, mesh, ColwiseParallel(use_local_output=False))
+    parallelize(down, mesh, RowwiseParallel())
+    hidden = up(x)
+    assert isinstance(hidden, DTensor)
+    assert hidden.placements == (Shard(1),)
+    actual = down(nn.functional.gelu(hidden))
+    actual.square().mean().backward()
+    torch.testing.assert_close(actual, expected)
+    found = [_grad(value) for value in (*up.parameters(), *down.parameters())]
+    torch.testing.assert_close(found, grads)
+
+
+def test_dtensors_go_from_module_to_module(gloo: Gloo) -> None:
+    gloo(2).run(between_modules)
+
+
+def observed() -> tuple[dict[str, int], list[str]]:
+    """Counts the collectives of a step by CommDebugMode, and reads their events of a profile."""
+    mlp = parallelize(models.mlp(), worker_mesh((2,), ("tp",)), mlp_plan(parallel))
+    x = random((4, 8), 0).requires_grad_()
+    mlp(x).sum().backward()
+    with CommDebugMode() as counter:
+        mlp(x).sum().backward()
+    counts = {str(name): count for name, count in counter.get_comm_counts().items()}
+    with profile(activities=[ProfilerActivity.CPU]) as events:
+        mlp(x).sum().backward()
+    return counts, sorted(event.key for event in events.key_averages() if " -> " in event.key)
+
+
+def test_collectives_are_counted_by_torch_and_named_in_a_profile(gloo: Gloo) -> None:
+    for counts, events in gloo(2).run(observed):
+        assert counts == {"c10d.allreduce_": 2}
+        assert len(events) == 2
+        for event in events:  # the call of the module, and that of its backward
+            name, _, place = event.partition(" at ")
+            assert name == "all_reduce('tp', Partial -> I)"
+            assert place.startswith("test_composition.py:")
+
+
+def test_a_counter_of_collectives_sees_none_on_simulated_ranks() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    mlp = parallelize(models.mlp(), mesh, mlp_plan(parallel))
+    x = random((4, 8), 0).requires_grad_()
+    with CommDebugMode() as counter:
+        mlp(x).sum().backward()
+    assert counter.get_total_counts() == 0
