@@ -7,9 +7,20 @@ None derives from TypeError: raised inside `a + b`, Python replaces a TypeError 
 from collections.abc import Sequence, Set
 from typing import Final
 
+from shardmap_torch.report.page import Page, Shown
+from shardmap_torch.report.refusal import page_of_error
 
-class ShardMapError(Exception):
-    """Base of all errors of this package; catch it to catch them all."""
+
+class ShardMapError(Shown, Exception):
+    """Base of all errors of this package; catch it to catch them all.
+
+    It has a page: notebooks show the refused line and its causes beside their source, and
+    `html(path)` writes that.
+    """
+
+    def page(self) -> Page:
+        """Returns the page."""
+        return page_of_error(self)
 
 
 class MeshError(ShardMapError):

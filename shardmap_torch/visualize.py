@@ -1,6 +1,7 @@
 """`visualize_sharding`: prints a coloured table of the ranks that have each shard of a value."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from rich import box
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from shardmap_torch.boundary.placements import spec_of
 from shardmap_torch.errors import SpecError, show
 from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.report.page import Page, Shown
+from shardmap_torch.report.page import Table as HtmlTable
 from shardmap_torch.spec import P, expanded, mismatches
 
 T = TypeVar("T")
@@ -31,13 +34,68 @@ MAX_SHOWN: Final = 8
 """Number of ranks of a cell, or of shards along a dim, up to which all are shown."""
 
 
+@dataclass(frozen=True, repr=False)
+class Sharding(Shown):
+    """The ranks that have each shard of a value; a notebook shows it as a table.
+
+    Attributes:
+        shape: global.
+        mesh: the mesh.
+        spec: how the value is sharded over it.
+        rows: the indices of each row of shards; one empty text if no dim is shown as rows.
+        columns: those of each column.
+        ranks: the ranks that have each shard, by row and column; `…` for shards left out.
+        colors: a number for each shard; neighbours have different ones.
+    """
+
+    shape: tuple[int, ...]
+    mesh: Mesh
+    spec: P
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    ranks: tuple[tuple[str, ...], ...]
+    colors: tuple[tuple[int | None, ...], ...]
+
+    @property
+    def title(self) -> str:
+        """The shape, the spec and the mesh."""
+        return f"{self.shape} sharded by {self.spec!r} on {self.mesh}"
+
+    def page(self) -> Page:
+        """Returns the page: one table."""
+        rows = [(row, *names) for row, names in zip(self.rows, self.ranks, strict=True)]
+        table = HtmlTable("Ranks that have each shard", ["", *self.columns], rows, self.colors)
+        return Page(self.title, tables=[table])
+
+    def table(self) -> Table:
+        """Returns the table for a terminal."""
+        table = Table(box=box.SQUARE, show_header=self.columns != ("",), show_lines=True)
+        has_rows = self.rows != ("",)
+        if has_rows:
+            table.add_column("", justify="right")
+        for head in self.columns:
+            table.add_column(head, justify="center", no_wrap=True)
+        for row, names, colors in zip(self.rows, self.ranks, self.colors, strict=True):
+            cells = map(_cell, names, colors)
+            table.add_row(*([row] if has_rows else []), *cells)
+        return table
+
+    def __repr__(self) -> str:
+        """Formats it in one line; `visualize_sharding` has printed the table."""
+        return f"<Sharding: {self.title}>"
+
+
+def _cell(names: str, color: int | None) -> Text:
+    return Text(names, style="" if color is None else f"bold white on {COLORS[color]}")
+
+
 def visualize_sharding(
     x: Tensor | Sequence[int],
     *,
     mesh: Mesh | None = None,
     spec: P | None = None,
     console: Console | None = None,
-) -> None:
+) -> Sharding:
     """Prints the ranks that have each shard of `x`: a cell per shard, a colour per set of ranks.
 
     Ranks with the same shard share its cell: `0, 4`. Where the value is a pending sum over ranks,
@@ -48,7 +106,11 @@ def visualize_sharding(
         x: a DTensor, which knows how it is sharded; or a tensor or a global shape with `spec`.
         mesh: the mesh of `spec`; by default that of `use_mesh`.
         spec: the spec of `x`; for a DTensor by default that of its placements.
-        console: where to print; by default the standard output.
+        console: where to print; by default the standard output, but nowhere in a notebook, which
+            shows the result.
+
+    Returns:
+        What it has printed: `html(path)` writes it as a page.
 
     Raises:
         SpecError: no spec, one that does not match the shape, or more than two sharded dims.
@@ -61,7 +123,7 @@ def visualize_sharding(
         >>> from shardmap_torch import P, make_mesh, visualize_sharding
         >>> mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
         >>> plain = Console(color_system=None, width=60)
-        >>> visualize_sharding((128, 512), mesh=mesh, spec=P(None, "tp"), console=plain)
+        >>> shown = visualize_sharding((128, 512), mesh=mesh, spec=P(None, "tp"), console=plain)
         (128, 512) sharded by P(None, 'tp') on simulated mesh (dp=2, tp=4)
         ┌───────┬─────────┬─────────┬─────────┐
         │ 0:128 │ 128:256 │ 256:384 │ 384:512 │
@@ -83,10 +145,12 @@ def visualize_sharding(
         raise SpecError(
             f"visualize_sharding: {shape} does not match its spec: {'; '.join(problems)}"
         )
-    rows, columns = _shown_dims(layout, shape)
+    sharding = _sharding(shape, on, layout, *_shown_dims(layout, shape))
     out = console if console is not None else Console()
-    out.print(f"{shape} sharded by {layout!r} on {on}", highlight=False, soft_wrap=True)
-    out.print(_table(shape, on, layout, rows, columns))
+    if console is not None or not out.is_jupyter:
+        out.print(sharding.title, highlight=False, soft_wrap=True)
+        out.print(sharding.table())
+    return sharding
 
 
 def _shape_of(x: Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -131,41 +195,35 @@ def _shown_dims(spec: P, shape: tuple[int, ...]) -> tuple[int | None, int | None
     return (None, dims[0]) if dims[0] == len(shape) - 1 else (dims[0], None)
 
 
-def _table(
+def _sharding(
     shape: tuple[int, ...], mesh: Mesh, spec: P, down: int | None, across: int | None
-) -> Table:
+) -> Sharding:
     axes = dict(spec.sharded_dims)
-    ranks_of: dict[tuple[int, int], list[int]] = {}
+    ranks_of: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in range(mesh.size):
         place = mesh.coordinates(rank)
         row, column = (_index(mesh, axes, dim, place) for dim in (down, across))
         ranks_of.setdefault((row, column), []).append(rank)
     row_heads, column_heads = (_heads(shape, mesh, axes, dim) for dim in (down, across))
-    shown = _shown(range(len(column_heads)))
-    table = Table(box=box.SQUARE, show_header=across is not None, show_lines=True)
-    if down is not None:
-        table.add_column("", justify="right")
-    for j in shown:
-        head = "…" if j is None else column_heads[j]
-        table.add_column(head, justify="center", no_wrap=True)
-    for i in _shown(range(len(row_heads))):
-        head = "…" if i is None else row_heads[i]
-        cells = [_cell(mesh, spec, i, j, ranks_of) for j in shown]
-        table.add_row(*([] if down is None else [head]), *cells)
-    return table
+    rows, columns = (_shown(range(len(heads))) for heads in (row_heads, column_heads))
+
+    def names(row: int | None, column: int | None) -> str:
+        ranks = ranks_of.get((row, column))
+        return _word(None) if ranks is None else _names(mesh, spec, ranks)
+
+    return Sharding(
+        shape,
+        mesh,
+        spec,
+        tuple(_word(None if i is None else row_heads[i]) for i in rows),
+        tuple(_word(None if j is None else column_heads[j]) for j in columns),
+        tuple(tuple(names(i, j) for j in columns) for i in rows),
+        tuple(tuple(_color(i, j) for j in columns) for i in rows),
+    )
 
 
-def _cell(
-    mesh: Mesh,
-    spec: P,
-    row: int | None,
-    column: int | None,
-    ranks_of: Mapping[tuple[int, int], Sequence[int]],
-) -> Text:
-    if row is None or column is None:
-        return Text("…")
-    color = COLORS[(3 * row + column) % len(COLORS)]
-    return Text(_names(mesh, spec, ranks_of[row, column]), style=f"bold white on {color}")
+def _color(row: int | None, column: int | None) -> int | None:
+    return None if row is None or column is None else (3 * row + column) % len(COLORS)
 
 
 def _index(

@@ -1,24 +1,27 @@
 """Public functions of the checker, `check_program`, `trace` and `explain`, and their results."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from shardmap_torch.checker.ir.observer import REGION
-from shardmap_torch.checker.ir.program import (
-    Equation,
-    ProgramPath,
-    Use,
-    show_types,
+from shardmap_torch.checker.explanation import (
+    ExplainedPath,
+    Explanation,
+    explained,
+    page_of,
+    title_of,
 )
+from shardmap_torch.checker.ir.observer import REGION
+from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use, show_types
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError, show
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.report.page import Page, Shown
 from shardmap_torch.spec import P
 
 
@@ -75,8 +78,10 @@ def shapes_of(verdict: Verdict) -> Tree:
 
 
 @dataclass(frozen=True, repr=False)
-class Program:
+class Program(Shown):
     """A typed program: every operation of a body and of its derived backward.
+
+    In a notebook it is a page, and `html(path)` writes that.
 
     Attributes:
         name: name of the function.
@@ -118,10 +123,20 @@ class Program:
         """Hash of the program with its literals and without source locations."""
         return hashlib.sha256("\n".join(self._lines(sites=False)).encode()).hexdigest()[:16]
 
+    def explained(self) -> tuple[ExplainedPath, ...]:
+        """Returns what each path does, equal layers that follow one another once."""
+        numbered = enumerate(self.program_paths, 1)
+        return tuple(explained(number, path, self.mesh.axis_names) for number, path in numbered)
+
+    def page(self) -> Page:
+        """Returns the page: the source, and beside each line what it makes."""
+        paths = self.explained()
+        return page_of(self.name, self.mesh, self.in_specs, paths, self.bytes_sent())
+
     def _lines(self, sites: bool) -> Sequence[str]:
         lines = [f"  {path}: {spec!r}" for path, spec in self.in_specs]
         for number, path in enumerate(self.program_paths, 1):
-            lines += _title(number, path, sites)
+            lines += title_of(number, path, sites)
             for backward in (False, True):
                 lines.append("backward:" if backward else "forward:")
                 part = [e for e in path.equations if e.backward is backward]
@@ -147,16 +162,6 @@ class Program:
         return "\n".join([f"{self.name} on the {self.mesh}", *self._lines(sites=True)])
 
     __repr__ = __str__
-
-
-def _title(number: int, path: ProgramPath, sites: bool) -> Sequence[str]:
-    """Formats the title as `path 1, where #1 > 1.0 is True`; nothing if there is one path."""
-    branches = [
-        f"{branch.condition} is {branch.holds}" + (f"  # {branch.site}" if sites else "")
-        for branch in path.branches
-    ]
-    words = [f"path {number}, where", *["  and"] * len(branches)]
-    return [f"{word} {branch}" for word, branch in zip(words, branches, strict=False)]
 
 
 def _collectives(equations: Sequence[Equation]) -> tuple[Equation, ...]:
@@ -244,12 +249,13 @@ def program_of(verdict: Verdict) -> Program:
     return Program(verdict.name, verdict.mesh, specs, verdict.program_paths)
 
 
-def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Reports a program's communication: each collective with its line, bytes and backward.
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Explains a program: each operation with its line, types, bytes and backward.
 
-    Takes arguments as `check_program` does, and runs nothing. The report ends with the verdict of
-    global strictness: whether the forward is that of the same program on one device, and which
-    `local_region`s that assumes to be right.
+    Takes arguments as `check_program` does, and runs nothing. It prints the collectives, and ends
+    with the verdict of global strictness: whether the forward is that of the same program on one
+    device, and which `local_region`s that assumes to be right. Its `rows` and `bytes_sent` can be
+    tested, in a notebook it is a page, and `html(path)` writes that.
 
     Raises:
         ShardTypeError: as `check_program`.
@@ -258,71 +264,46 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
         >>> from shardmap_torch import P, make_mesh, shard_map
         >>> mesh = make_mesh((4,), ("dp",), kind="abstract")
         >>> double = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
-        >>> print(explain(double, ShapeDtype((8,))))
+        >>> explanation = explain(double, ShapeDtype((8,)))
+        >>> print(explanation)
         <lambda> on the abstract mesh (dp=4)
         arguments:
           x: P('dp')
         collectives:
         bytes sent by each rank, forward and backward:
         global: the same program on one device
+        >>> [(row.operation, row.results, row.types) for row in explanation.rows]
+        [('mul', ('float32[2]',), ({'dp': V},))]
     """
     program = trace(f, *args, **kwargs)
-    lines = [f"{program.name} on the {program.mesh}", "arguments:"]
-    lines += [f"  {path}: {spec!r}" for path, spec in program.in_specs]
-    for number, path in enumerate(program.program_paths, 1):
-        lines += [*_title(number, path, sites=True), *_explained(path, program.mesh.axis_names)]
-    sent = program.bytes_sent()
-    lines.append("bytes sent by each rank, forward and backward:")
-    lines += [f"  {axis}: {count}" for axis, count in sorted(sent.items()) if count]
-    return "\n".join([*lines, *_globally(f, program, args, kwargs)])
+    verdict, refusal = _ask_globally(f, args, kwargs)
+    return Explanation(
+        program.name,
+        program.mesh,
+        program.in_specs,
+        program.explained(),
+        program.bytes_sent(),
+        () if verdict is None else _assumed(program, verdict),
+        "" if verdict is None else verdict.tried,
+        refusal,
+    )
 
 
-def _globally(
-    f: Callable[..., Any], program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[str]:
-    """Formats the verdict of global strictness."""
+def _ask_globally(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Verdict | None, ShardTypeError | None]:
+    """Returns the verdict of global strictness, or why there is none."""
     try:
-        verdict = _ask(f)(args, kwargs, "global")
+        return _ask(f)(args, kwargs, "global"), None
     except ShardTypeError as error:
-        return ["global: another program than on one device:", *f"{error}".splitlines()]
+        return None, error
+
+
+def _assumed(program: Program, verdict: Verdict) -> tuple[str, ...]:
+    """Formats what global strictness takes for right."""
     regions = [e for e in program.equations if e.name.startswith(REGION) and not e.backward]
     lines = [f"  {region.name}  # {region.site}" for region in regions]
-    lines += [_COUNTED] if verdict.traits.averages else []
-    promised = ", if these keep what they promise:" if lines else ""
-    tried = [f"  {line}" for line in verdict.tried.splitlines()]
-    return [f"global: the same program on one device{promised}", *lines, *tried]
+    return (*lines, *[_COUNTED] * bool(verdict.traits.averages))
 
 
 _COUNTED: Final = "  cross entropies: no target is their ignore_index, at which each run looks"
-
-
-def _explained(path: ProgramPath, axes: Sequence[str]) -> Iterator[str]:
-    """Formats the collectives of one path, each with its backward."""
-    collectives = _collectives(path.equations)
-    derived = [e for e in collectives if e.backward]
-    yield "collectives:"
-    for equation in path.equations:
-        if equation.collective is not None and not equation.backward:
-            yield _format(equation)
-            back = [e for e in derived if e.forward is equation]
-            yield from (
-                f"    backward: {_format(e).strip()}{_specified(equation, e)}" for e in back
-            )
-    boundary = [e for e in derived if e.forward is None or e.forward.collective is None]
-    yield from ["gradients of arguments:"] if boundary or path.gradients else []
-    yield from (f"  {name}: {show_types(types, axes)}" for name, types in path.gradients)
-    yield from map(_format, boundary)
-    yield from [f"  {path.end}"] if path.end else []
-
-
-def _specified(forward: Equation, backward: Equation) -> str:
-    """Formats whether a backward collective is the transpose in the table."""
-    specified = None if forward.collective is None else forward.collective.transpose
-    if specified is None or str(forward.collective) != forward.name:  # an extremum has no row
-        return ""
-    return ", as specified" if backward.collective == specified else f", specified: {specified}"
-
-
-def _format(equation: Equation) -> str:
-    site = f"  # {equation.site}" if equation.site is not None and not equation.backward else ""
-    return f"  {equation.name} of {equation.operands[0]}, sends {equation.sent} B{site}"

@@ -92,20 +92,32 @@ class Checked:
         self._name, self._strictness = name, strictness
         self._captured = CapturedState(function)
         self._verdicts: Memo[_Known] = Memo()
+        self._others: Memo[Verdict | ShardTypeError] = Memo()
         self._changing, self._calls = Changing(name), 0
         self._history = History()
         self._inputs, self._replay = PlainInputs(debug), replay
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
-        """Returns the verdict of a call's signature; one in another strictness is not cached.
+        """Returns the verdict of a call's signature.
 
         Raises:
             ShardTypeError: the program is not well-typed, or would compute wrong gradients.
         """
-        if strictness is not None and strictness != self._strictness:
-            self._captured.key(call)
+        key = signature(call, self._captured)
+        if strictness is None or strictness == self._strictness:
+            return self._find(key, call).verdict
+        found = self._others.get((strictness, key), lambda: self._otherwise(call, strictness))
+        if isinstance(found, ShardTypeError):
+            raise found.with_traceback(None)
+        return found
+
+    def _otherwise(self, call: Call, strictness: Strictness) -> Verdict | ShardTypeError:
+        """Checks a call in another strictness than the function's; an error is remembered too."""
+        try:
             return self._verify(call, partial(verify, strictness=strictness))
-        return self._find(signature(call, self._captured), call).verdict
+        except ShardTypeError as error:
+            error.__context__ = None  # whose frames have all values of the check
+            return error.with_traceback(None)
 
     def traced(self, call: Call) -> Verdict:
         """Returns the verdict of a call that is being compiled; all ranks compare what is new.
@@ -190,6 +202,7 @@ class Checked:
 
     def _forget(self, key: Signature, call: Call) -> None:
         self._verdicts.forget(key)
+        self._others = Memo()
         self._history.forget(key, call)
 
     def refuse(self, mesh: Mesh, error: ShardMapError) -> NoReturn:

@@ -57,7 +57,7 @@ def test_one_function_serves_programs_with_and_without_another_axis(batch: P, ch
         check=check,
     )
     assert f(IDS, TABLE).equal(TABLE[IDS])
-    assert "  local_region rows" in explain(f, IDS, TABLE)
+    assert "  local_region rows" in str(explain(f, IDS, TABLE))
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -285,7 +285,7 @@ def test_reports_name_the_positions_and_one_equation_draws() -> None:
         in_specs=P(),
         out_specs=P("dp", "tp"),
     )
-    assert "local_region random.iota" in explain(f, KEY)
+    assert "local_region random.iota" in str(explain(f, KEY))
     equations = [e.name for e in check_program(f, KEY).equations]
     assert equations.count("threefry") == 1
     assert len(equations) < 40

@@ -506,7 +506,7 @@ def test_explain_tells_each_way_and_the_bytes_of_the_one_that_sends_most() -> No
 
     x = X.detach()
     f = shard_map(body, mesh=ABSTRACT, in_specs=P("tp"), out_specs=P())
-    lines = explain(f, x).splitlines()
+    lines = str(explain(f, x)).splitlines()
     assert [text.split("  # ")[0] for text in lines if text.startswith(("path", "  and"))] == [
         "path 1, where #1 > 1 is True",
         "path 2, where #1 > 1 is False",

@@ -79,7 +79,7 @@ def test_a_program_and_a_verdict_show_themselves_in_short() -> None:
 
 def test_explain_pairs_each_collective_with_the_one_that_autograd_derived() -> None:
     line = column.__code__.co_firstlineno + 1
-    assert explain(MAPPED, X, W) == "\n".join(
+    assert str(explain(MAPPED, X, W)) == "\n".join(
         [
             "column on the abstract mesh (dp=2, tp=4)",
             "arguments:",

@@ -517,7 +517,7 @@ def test_torch_layers() -> None:
 
 def test_explain_says_what_global_would_say() -> None:
     right, wrong = (
-        explain(mapped(body, P("dp"), check="local"), *ARGS)
+        str(explain(mapped(body, P("dp"), check="local"), *ARGS))
         for body in (mlp, bias_before_reduction)
     )
     assert "global: the same program on one device" in right

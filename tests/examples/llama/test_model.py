@@ -77,7 +77,7 @@ def test_a_layer_sends_two_all_reduces_and_the_model_is_one_device_program() -> 
     with torch.no_grad():
         program = trace(step, *arguments)
         sent = [e.collective.name for e in program.collectives if e.collective and e.sent]
-        report = explain(step, *arguments)
+        report = str(explain(step, *arguments))
     # And one for the embedding, and the gathered logits.
     assert sent == ["all_reduce"] * (1 + 2 * CONFIG.layers) + ["all_gather"]
     assert "global: the same program on one device, if these keep what they promise:" in report

@@ -430,7 +430,7 @@ def test_a_program_that_sends_nothing_keeps_its_error() -> None:
 
 
 def test_a_report_names_trials_and_the_lines_that_made_them_necessary() -> None:
-    text = explain(mapped(gathered), X.detach(), W.detach())
+    text = str(explain(mapped(gathered), X.detach(), W.detach()))
     head, tried, line = text.splitlines()[-3:]
     assert head == "global: the same program on one device"
     assert tried.startswith(

@@ -134,7 +134,7 @@ def test_averages_whose_weights_no_run_looks_at_are_refused(of: Loss) -> None:
 def test_explain_tells_that_targets_must_not_be_ignored() -> None:
     mesh = make_mesh((2,), ("dp",), kind="abstract")
     f = shard_map(averaged(functional.cross_entropy), mesh=mesh, **SPECS)
-    assert explain(f, W, X, IDS).splitlines()[-2:] == [
+    assert str(explain(f, W, X, IDS)).splitlines()[-2:] == [
         "global: the same program on one device, if these keep what they promise:",
         "  cross entropies: no target is their ignore_index, at which each run looks",
     ]
