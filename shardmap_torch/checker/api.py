@@ -8,14 +8,14 @@ from typing import Any, Final
 import torch
 
 from shardmap_torch.checker.explanation import (
-    ExplainedPath,
+    ExplainedProgram,
     Explanation,
     explained,
-    page_of,
     title_of,
 )
 from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use, show_types
+from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.torch_private.engine import FakeTensorMode
 from shardmap_torch.core.tree import Tree, map_leaves
@@ -123,15 +123,17 @@ class Program(Shown):
         """Hash of the program with its literals and without source locations."""
         return hashlib.sha256("\n".join(self._lines(sites=False)).encode()).hexdigest()[:16]
 
-    def explained(self) -> tuple[ExplainedPath, ...]:
-        """Returns what each path does, equal layers that follow one another once."""
+    def explained(self) -> ExplainedProgram:
+        """Returns the program by lines, with equal layers that follow one another once."""
         numbered = enumerate(self.program_paths, 1)
-        return tuple(explained(number, path, self.mesh.axis_names) for number, path in numbered)
+        paths = [explained(number, path, self.mesh.axis_names) for number, path in numbered]
+        return ExplainedProgram(
+            self.name, self.mesh, self.in_specs, tuple(paths), self.bytes_sent()
+        )
 
     def page(self) -> Page:
         """Returns the page: the source, and beside each line what it makes."""
-        paths = self.explained()
-        return page_of(self.name, self.mesh, self.in_specs, paths, self.bytes_sent())
+        return self.explained().page()
 
     def _lines(self, sites: bool) -> Sequence[str]:
         lines = [f"  {path}: {spec!r}" for path, spec in self.in_specs]
@@ -205,14 +207,20 @@ def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
         >>> check_program(loss, w, x).specs
         (P(replicate={'dp'}), P('dp'))
     """
-    return _ask(f)(args, kwargs)
+    return verdict_on(f, args, kwargs)
 
 
-def _ask(f: Callable[..., Any]) -> Callable[..., Verdict]:
+def verdict_on(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    strictness: Strictness | None = None,
+) -> Verdict:
+    """Checks a call, as strictly as the function says or as `strictness` does."""
     ask: Callable[..., Verdict] | None = getattr(f, "_shardmap_verdict", None)
     if ask is None:
         raise TransformError(f"check_program takes a shard_mapped function, not {show(f)}.")
-    return ask
+    return ask(tuple(args), dict(kwargs), strictness)
 
 
 def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
@@ -278,14 +286,10 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     program = trace(f, *args, **kwargs)
     verdict, refusal = _ask_globally(f, args, kwargs)
     return Explanation(
-        program.name,
-        program.mesh,
-        program.in_specs,
-        program.explained(),
-        program.bytes_sent(),
-        () if verdict is None else _assumed(program, verdict),
-        "" if verdict is None else verdict.tried,
-        refusal,
+        **vars(program.explained()),
+        assumed=() if verdict is None else _assumed(program, verdict),
+        tried="" if verdict is None else verdict.tried,
+        refusal=refusal,
     )
 
 
@@ -294,7 +298,7 @@ def _ask_globally(
 ) -> tuple[Verdict | None, ShardTypeError | None]:
     """Returns the verdict of global strictness, or why there is none."""
     try:
-        return _ask(f)(args, kwargs, "global"), None
+        return verdict_on(f, args, kwargs, "global"), None
     except ShardTypeError as error:
         return None, error
 

@@ -232,10 +232,8 @@ def title_of(number: int, path: ProgramPath, sites: bool) -> Sequence[str]:
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation(Shown):
+class ExplainedProgram(Shown):
     """A program: each operation with its line, types, bytes and backward.
-
-    `str` formats its collectives, in a notebook it is a page, and `html(path)` writes that.
 
     Attributes:
         name: the name of the function.
@@ -243,9 +241,6 @@ class Explanation(Shown):
         arguments: the path and the spec of each tensor argument, with every axis typed.
         paths: the paths through the body; several if it branches on numbers taken from tensors.
         bytes_sent: the bytes that each rank sends, by axis, forward and backward together.
-        assumed: what global strictness assumes to be right, such as a `local_region`.
-        tried: how it was compared with one device by numbers; empty if layouts prove it.
-        refusal: why it is another program than on one device; None if it is the same.
     """
 
     name: str
@@ -253,9 +248,6 @@ class Explanation(Shown):
     arguments: tuple[tuple[str, P], ...]
     paths: tuple[ExplainedPath, ...]
     bytes_sent: Mapping[str, int]
-    assumed: tuple[str, ...] = ()
-    tried: str = ""
-    refusal: ShardTypeError | None = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -267,15 +259,8 @@ class Explanation(Shown):
         """The rows that connect ranks, or convert types."""
         return tuple(row for row in self.rows if row.collective is not None)
 
-    @property
-    def one_device(self) -> str:
-        """Says if the ranks compute what one device does: "proven", "tried" or "refused"."""
-        if self.refusal is not None:
-            return "refused"
-        return "tried" if self.tried else "proven"
-
     def to_json(self) -> dict[str, Any]:
-        """Returns the explanation as what JSON has."""
+        """Returns the program as what JSON has."""
         return {
             "name": self.name,
             "mesh": dict(self.mesh.shape),
@@ -285,6 +270,46 @@ class Explanation(Shown):
                 for path in self.paths
             ],
             "bytes_sent": dict(self.bytes_sent),
+        }
+
+    def page(self) -> Page:
+        """Returns the page: the source, and beside each line what it makes."""
+        sent = [(axis, f"{count:,}") for axis, count in sorted(self.bytes_sent.items())]
+        specs = _alike([(path, repr(spec)) for path, spec in self.arguments])
+        tables = [
+            Table("Arguments", ["Argument", "Spec"], specs),
+            Table("Bytes sent by each rank", ["Axis", "Bytes"], sent),
+            *(table for path in self.paths for table in _gradients(path)),
+        ]
+        return Page(f"{self.name} on the {self.mesh}", entries=_entries(self.rows), tables=tables)
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(ExplainedProgram):
+    """A program, and whether the ranks compute what one device does.
+
+    `str` formats its collectives, in a notebook it is a page, and `html(path)` writes that.
+
+    Attributes:
+        assumed: what global strictness assumes to be right, such as a `local_region`.
+        tried: how it was compared with one device by numbers; empty if layouts prove it.
+        refusal: why it is another program than on one device; None if it is the same.
+    """
+
+    assumed: tuple[str, ...] = ()
+    tried: str = ""
+    refusal: ShardTypeError | None = None
+
+    @property
+    def one_device(self) -> str:
+        """Says if the ranks compute what one device does: "proven", "tried" or "refused"."""
+        if self.refusal is not None:
+            return "refused"
+        return "tried" if self.tried else "proven"
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the explanation as what JSON has."""
+        return super().to_json() | {
             "one_device": self.one_device,
             "assumed": self.assumed,
             "tried": self.tried,
@@ -319,31 +344,12 @@ class Explanation(Shown):
             "tried": "The ranks compute what one device does: tried with random numbers.",
             "refused": "Another program than on one device.",
         }[self.one_device]
-        page = page_of(self.name, self.mesh, self.arguments, self.paths, self.bytes_sent)
+        page = super().page()
         causes = {} if self.refusal is None else page_of_error(self.refusal).entries
         lines = sorted({*causes, *page.entries})
         entries = {at: [*causes.get(at, ()), *page.entries.get(at, ())] for at in lines}
         details = "\n".join(self._globally()[1:])
         return replace(page, verdict=verdict, entries=entries, text=details)
-
-
-def page_of(
-    name: str,
-    mesh: Mesh,
-    arguments: Sequence[tuple[str, P]],
-    paths: Sequence[ExplainedPath],
-    bytes_sent: Mapping[str, int],
-) -> Page:
-    """Returns the page of a program."""
-    rows = [row for path in paths for row in path.rows]
-    sent = [(axis, f"{count:,}") for axis, count in sorted(bytes_sent.items())]
-    specs = _alike([(path, repr(spec)) for path, spec in arguments])
-    tables = [
-        Table("Arguments", ["Argument", "Spec"], specs),
-        Table("Bytes sent by each rank", ["Axis", "Bytes"], sent),
-        *(table for path in paths for table in _gradients(path)),
-    ]
-    return Page(f"{name} on the {mesh}", entries=_entries(rows), tables=tables)
 
 
 def _gradients(path: ExplainedPath) -> Iterator[Table]:
