@@ -201,6 +201,7 @@ def shard_map(
         leave_uncompiled(mapped, nested=False)
     # `check_program` and its like call the checker by this.
     mapped._shardmap_verdict = body.verdict_on  # type: ignore[attr-defined]
+    mapped._shardmap_checked_call = body.checked_call  # type: ignore[attr-defined]
     return mapped
 
 
@@ -345,6 +346,13 @@ class _Body:
             except ShardTypeError as error:
                 if not self._lifts(error):
                     raise
+
+    def checked_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Returns a call with what a check of it finds, for a run on tensors without data."""
+        verdict = self.verdict_on(args, kwargs)
+        args, kwargs = stand_ins((args, kwargs))
+        call = self._call(None, args, kwargs, infers=True, runs=False)
+        return self._checked.without_data(call, verdict)
 
     def _call_and_verdict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -203,11 +203,11 @@ class _Early:
             self._begun = (index, _state(leaves, stage)), begun
 
 
-def _state(leaves: Leaves, stage: Stage) -> list[tuple[int, int]]:
+def _state(leaves: Leaves, stage: Stage) -> list[tuple[Any, ...]]:
     """Identifies the shards' values: their memory, and how often it was written."""
     pairs = zip(leaves.values, stage.transfers, strict=True)
     shards = [base_of(leaf) for leaf, transfer in pairs if transfer is not None]
-    return [(shard.data_ptr(), shard._version) for shard in shards]
+    return [(x.untyped_storage()._cdata, x.storage_offset(), x._version) for x in shards]
 
 
 def _plan(params: Any, specs: Any, axis: str) -> tuple[Leaves, Stage]:

@@ -13,6 +13,7 @@ from shardmap_torch.checker.queries import in_place_of_batched
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import batched_at, dims_of, is_only_vmapped, stacked_over
 from shardmap_torch.core.torch_private.engine import (
+    FakeTensor,
     are_transforms_active,
     dispatch_mode_stack,
     forward_level,
@@ -21,6 +22,7 @@ from shardmap_torch.core.torch_private.engine import (
     has_kernel,
     temporarily_clear_interpreter_stack,
 )
+from shardmap_torch.ops.body import is_checking
 
 Tensors: TypeAlias = list[Tensor]
 
@@ -204,7 +206,7 @@ def fused_adamw(
 def _step(*operands: Any) -> list[Tensors] | None:
     *columns, number, lr, beta1, beta2, eps = operands
     every = [*chain(*columns)]
-    if not _is_served(every) or type(number) is not Tensor:
+    if not (_is_served(every) and _is_plain([number])):
         return None
     params, grads, *moments = columns
     strides = [*map(Tensor.stride, params)]
@@ -222,7 +224,7 @@ def _is_served(tensors: Tensors) -> bool:
 
     They are of one dtype, on one device that has a kernel, and in memory as they are.
     """
-    if {*map(type, tensors)} != {Tensor} or len({*map(_DTYPE, tensors)}) > 1:
+    if not _is_plain(tensors) or len({*map(_DTYPE, tensors)}) > 1:
         return False
     if any(map(Tensor.is_neg, tensors)):  # as the imaginary part of a conjugate
         return False
@@ -230,6 +232,11 @@ def _is_served(tensors: Tensors) -> bool:
     if others or device.type not in _DEVICES:
         return False
     return not (torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)))
+
+
+def _is_plain(tensors: Tensors) -> bool:
+    """Returns whether these are no subclasses; a run without data has fakes, as a check does."""
+    return {*map(type, tensors)} <= ({Tensor} if is_checking() else {Tensor, FakeTensor})
 
 
 def _laid_out_as(like: Tensors, strides: list[tuple[int, ...]], column: Tensors) -> Tensors:

@@ -15,7 +15,7 @@ import torch
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.cache_key import CapturedState, Signature, signature, split
-from shardmap_torch.checker.guards.monitor import Departure, Difference
+from shardmap_torch.checker.guards.monitor import Departure, Difference, DryMonitor
 from shardmap_torch.checker.interpreter.state import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
@@ -191,6 +191,11 @@ class Checked:
         refusal = verdict.refusal
         return found if refusal is None else differentiated_once(call, found, refusal)
 
+    def without_data(self, call: Call, verdict: Verdict) -> Call:
+        """Returns the call as it was checked, for a run without data."""
+        stops = [partial(_stop_alone, call.name, why) for why in (_LATE, _CHANGING)]
+        return verdict.apply(call, stops[0], partial(DryMonitor, end=stops[1]))
+
     def _recordings(self, call: Call, known: "_Known") -> Callable[..., Any]:
         """Returns what runs the recorded operators of a call."""
         if known.recordings is None:
@@ -280,10 +285,18 @@ class Checked:
         return known
 
     def _stop(self, call: Call, why: tuple[str, str], difference: Difference) -> NoReturn:
-        error = ShardTypeError(f"{self._name}: {why[0]}\n{difference}\n{why[1]}")
+        error = _changed(self._name, why, difference)
         if call.mesh.kind in PROCESS_KINDS:
             agree(refused(self._name, error), difference)
         raise error
+
+
+def _stop_alone(name: str, why: tuple[str, str], difference: Difference) -> NoReturn:
+    raise _changed(name, why, difference)
+
+
+def _changed(name: str, why: tuple[str, str], difference: Difference) -> ShardTypeError:
+    return ShardTypeError(f"{name}: {why[0]}\n{difference}\n{why[1]}")
 
 
 @dataclass(eq=False)

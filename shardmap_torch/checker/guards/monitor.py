@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -198,7 +198,13 @@ class StepMonitor(ABC):
 
 
 class RunMonitor(StepMonitor):
-    """Monitor that compares one run of a body, on one rank, with its checked program."""
+    """Monitor that compares one run of a body, on one rank, with its checked program.
+
+    Attributes:
+        has_data: whether values have data, so that one without is of the check.
+    """
+
+    has_data: ClassVar[bool] = True
 
     def __init__(
         self, start: CheckedStep, late: End, end: End = depart, skips: bool = False
@@ -223,7 +229,7 @@ class RunMonitor(StepMonitor):
             ):
                 self._at = step
                 step.issued = what
-                if type(x) is FakeTensor:
+                if self.has_data and type(x) is FakeTensor:
                     raise kept(f"{what} is called at {call_site()} on")
                 return
         if not self._skips or not self._at.next:
@@ -241,20 +247,28 @@ class RunMonitor(StepMonitor):
     def rerun(self, later: dict[Hashable, CheckedStep], kind: Hashable) -> Monitor | None:
         """Returns the monitor of code that runs again, which departs late."""
         if kind in later:
-            return RunMonitor(later[kind], self._late, self._late)
+            return type(self)(later[kind], self._late, self._late)
         # A backward that the checker has not seen, for other inputs or outputs, may do less.
         alike = [start for known, start in later.items() if _same_code(known, kind)]
-        return RunMonitor(alike[0], self._late, self._late, skips=True) if alike else None
+        return type(self)(alike[0], self._late, self._late, skips=True) if alike else None
 
     def end(self, leaves: Sequence[Any] = ()) -> None:
         """Requires that the program may end here, with results that have data."""
         is_plain = {*map(type, leaves)} == {Tensor}  # as most are
-        if not is_plain or any(map(functorch.is_functorch_wrapped_tensor, leaves)):
+        if self.has_data and (
+            not is_plain or any(map(functorch.is_functorch_wrapped_tensor, leaves))
+        ):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and isinstance(base_of(leaf), FakeTensor):
                     raise kept("a checked body returns")
         if not self._at.last and not self._skips:
             self._differ("the end")
+
+
+class DryMonitor(RunMonitor):
+    """Monitor of a run without data."""
+
+    has_data = False
 
 
 def _same_code(kind: Hashable, other: Hashable) -> bool:

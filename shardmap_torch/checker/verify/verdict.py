@@ -91,13 +91,13 @@ class Verdict:
         """The equations of all paths, one path after the other."""
         return tuple(equation for path in self.program_paths for equation in path.equations)
 
-    def apply(self, call: Call, late: End) -> Call:
+    def apply(self, call: Call, late: End, monitor: Callable[..., RunMonitor] = RunMonitor) -> Call:
         """Returns the same call with every axis typed, and with results converted as promised.
 
         Its runs are compared with the checked program; `late` is called if a backward differs.
         """
         leaves = call.leaves if self.refusal is None else detached(call)
-        follow = partial(RunMonitor, self.start, late)
+        follow = partial(monitor, self.start, late)
         draws, rank_only = self.traits.draws, self.traits.rank_only
         return call.checked(leaves, self.match, self.exits, follow, draws, rank_only)
 

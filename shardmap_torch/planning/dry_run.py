@@ -1,0 +1,324 @@
+"""Runs one rank of a checked call on tensors without data: its operations, messages and memory.
+
+The body is the user's, called as on processes, and so are autograd, the optimizer and checkpoints:
+what is alive at a time is what a run would keep alive. Only the backend differs: a collective
+returns an empty tensor of the shape that the table of movements gives.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from shardmap_torch.backends.rank import RankBackend, on_one_rank
+from shardmap_torch.boundary.call import Call, run_body
+from shardmap_torch.collectives.moves import MOVEMENTS
+from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.torch_private.engine import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    current_autograd_node,
+    sequence_number,
+)
+from shardmap_torch.core.tree import flatten
+from shardmap_torch.errors import TransformError, show
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.spec import P
+
+ARGUMENT: Final = "arguments"
+"""Owner of the storages that the caller holds during the call."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation, or the start or end of a message, in the order of the program.
+
+    Attributes:
+        name: of the ATen operator, or the collective as printed.
+        site: the user's line; in a backward that of the forward.
+        backward: whether it is in a backward.
+        flops: floating-point operations, by the formulas of torch's flop counter.
+        traffic: bytes that it reads and writes in memory; 0 of views.
+        dtype: of its result.
+        axes: the axes of a collective; empty for an operator.
+        sent: bytes that the rank sends.
+        hops: messages that come after one another.
+        number: of a message that goes on while the rank computes; None for all others.
+        waits: whether this is the wait for that message.
+    """
+
+    name: str
+    site: Site | None
+    backward: bool
+    flops: int = 0
+    traffic: int = 0
+    dtype: torch.dtype = torch.float32
+    axes: tuple[str, ...] = ()
+    sent: int = 0
+    hops: int = 0
+    number: int | None = None
+    waits: bool = False
+
+
+@dataclass
+class Block:
+    """A storage, from the step that makes it to the one after which nothing refers to it.
+
+    Attributes:
+        nbytes: its size.
+        owner: name of the operation that makes it, or `ARGUMENT`.
+        site: the user's line.
+        backward: whether a backward makes it.
+        born: the number of the step that makes it.
+        died: the number of steps after which it is freed; None if it outlives the call.
+        is_message: whether a message arrives in it.
+    """
+
+    nbytes: int
+    owner: str
+    site: Site | None
+    backward: bool
+    born: int
+    died: int | None = None
+    is_message: bool = False
+
+
+@dataclass
+class DryRun:
+    """The operations, messages and storages of one rank in a call.
+
+    Attributes:
+        name: of the function.
+        mesh: the mesh.
+        steps: in order.
+        blocks: every storage.
+        results: bytes of the results.
+    """
+
+    name: str
+    mesh: Mesh
+    steps: list[Step] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    results: int = 0
+
+    def live(self) -> list[int]:
+        """Returns the bytes alive after each step, those before the first one in front."""
+        change = [0] * (len(self.steps) + 2)
+        for block in self.blocks:
+            change[block.born] += block.nbytes
+            if block.died is not None:
+                change[block.died] -= block.nbytes
+        total, found = 0, []
+        for each in change[:-1]:
+            total += each
+            found.append(total)
+        return found
+
+
+def dry_run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> DryRun:
+    """Runs the first rank of a mapped function on tensors without data, after checking it.
+
+    Results that need a gradient are differentiated, with a cotangent for each of them.
+
+    Raises:
+        ShardTypeError: the program is not well-typed.
+        TransformError: it is no mapped function, or the body asks for the value of a tensor.
+    """
+    ask: Callable[..., Call] | None = getattr(f, "_shardmap_checked_call", None)
+    if ask is None:
+        raise TransformError(f"estimate takes a shard_mapped function, not {show(f)}.")
+    call = ask(args, kwargs)
+    run = DryRun(call.name, call.mesh)
+    with FakeTensorMode(allow_non_fake_inputs=True), Tape(run) as tape:
+        local = [_shard(call, position) for position in call.crossing]
+        tape.hold(local)
+        try:
+            result = run_body(call, _Dry(call.mesh, tape), local)
+        except (DataDependentOutputException, UnsupportedOperatorException) as error:
+            raise TransformError(
+                f"{call.name}: an estimate runs without data, and the body asks for the value of a "
+                f"tensor ({error.func}). Use torch.where, or keep the number out of the body."
+            ) from None
+        run.results = sum(each.nbytes for each in result.crossing)
+        outs = [each for each in result.crossing if each.requires_grad]
+        if outs:
+            torch.autograd.backward(outs, [torch.empty_like(each) for each in outs])
+    return run
+
+
+def _shard(call: Call, position: int) -> Tensor:
+    """Makes a rank's part of an argument, without data."""
+    x, spec = call.leaves[position], call.match.spec(position)
+    local = torch.empty(_local_shape(tuple(x.shape), spec, call.mesh), dtype=x.dtype)
+    return local.requires_grad_(x.requires_grad)
+
+
+def _local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    ranks = {dim: prod(mesh.shape[axis] for axis in axes) for dim, axes in spec.sharded_dims}
+    return tuple(size // ranks.get(dim, 1) for dim, size in enumerate(shape))
+
+
+class _Dry(RankBackend):
+    """The first rank of a mesh, whose messages have no data."""
+
+    bundles = True  # small tensors of a tree go as one message, as on processes
+
+    def __init__(self, mesh: Mesh, tape: "Tape") -> None:
+        super().__init__(mesh, 0)
+        self._tape = tape
+
+    def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        num_ranks = self.position(collective.axes)[1]
+        if num_ranks == 1:
+            return on_one_rank(move, collective, x)
+        shape = MOVEMENTS[move].shape(collective, tuple(x.shape), num_ranks)
+        return self._tape.message(collective, x, shape, num_ranks)
+
+    def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
+        num_ranks = self.position(collective.axes)[1]
+        if num_ranks == 1:
+            return None
+        number = len(self._tape.run.steps)
+        y = self._tape.message(collective, x, (num_ranks, *x.shape), num_ranks, number)
+        return partial(self._finish, collective, number, [y])
+
+    def _finish(self, collective: Collective, number: int, result: list[Tensor]) -> Tensor:
+        self._tape.step(f"wait for {collective}", axes=collective.axes, number=number, waits=True)
+        return result.pop()
+
+
+class Tape(TorchDispatchMode):
+    """Dispatch mode that records the operations of a run, and the storages that they make."""
+
+    def __init__(self, run: DryRun) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.run = run
+        self._known: dict[int, ref[torch.UntypedStorage]] = {}
+        self._sites: dict[int, Site | None] = {}
+
+    def __enter__(self) -> "Tape":
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation, and records it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":  # asks for the device of a fake tensor
+            return out
+        self._sites.setdefault(sequence_number() - 1, call_site())
+        results = [x for x in flatten(out)[0] if isinstance(x, Tensor)]
+        operands = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        name = func._schema.name.removeprefix("aten::")
+        made = self._blocks(results, name)
+        if (made and "empty" not in name) or func._schema.is_mutable:
+            self.step(
+                name,
+                flops=_flops(func, args, kwargs, out),
+                traffic=sum(map(_nbytes, [*operands, *results])),
+                dtype=results[0].dtype if results else torch.float32,
+            )
+        return out
+
+    def hold(self, arguments: Sequence[Tensor]) -> None:
+        """Records what the caller has, and the call cannot free."""
+        self.run.steps.clear()
+        self._blocks(arguments, ARGUMENT)
+        for block in self.run.blocks:
+            block.owner, block.site, block.born = ARGUMENT, None, 0
+
+    def message(
+        self,
+        collective: Collective,
+        x: Tensor,
+        shape: Sequence[int],
+        num_ranks: int,
+        number: int | None = None,
+    ) -> Tensor:
+        """Records a collective; with a number it goes on while the rank computes."""
+        y, row = x.new_empty(shape), collective.row
+        self.run.blocks[-1].is_message = True
+        self.step(
+            str(collective),
+            axes=collective.axes,
+            sent=round(row.sent_by(num_ranks) * x.nbytes),
+            hops=_HOPS[row.sent](num_ranks),
+            number=number,
+            dtype=x.dtype,
+        )
+        return y
+
+    def step(self, name: str, **what: Any) -> None:
+        """Records a step, with the user's line."""
+        node = current_autograd_node()
+        site = call_site() if node is None else self._sites.get(node._sequence_nr())
+        self.run.steps.append(Step(name, site, node is not None, **what))
+
+    def _blocks(self, tensors: Sequence[Tensor], name: str) -> int:
+        """Records the storages that are new; returns their number."""
+        before = len(self.run.blocks)
+        for x in tensors:
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if key in self._known:
+                continue
+            node = current_autograd_node()
+            site = call_site() if node is None else self._sites.get(node._sequence_nr())
+            block = Block(
+                storage.nbytes(), name, site, node is not None,
+                len(self.run.steps) + 1,
+            )  # fmt: skip
+            self.run.blocks.append(block)
+            self._known[key] = ref(storage, partial(self._freed, key, block))
+        return len(self.run.blocks) - before
+
+    def _freed(self, key: int, block: Block, _: object) -> None:
+        self._known.pop(key, None)
+        block.died = len(self.run.steps) + 1
+
+
+_HOPS: Final[Mapping[str, Callable[[int], int]]] = {
+    "0": lambda n: 0,
+    "1": lambda n: 1,
+    "n-1": lambda n: n - 1,
+    "(n-1)/n": lambda n: n - 1,
+    "2(n-1)/n": lambda n: 2 * (n - 1),
+}
+"""Messages one after the other, of rings, by what a row of the table sends."""
+
+
+def _nbytes(x: Tensor) -> int:
+    """Counts the bytes of a tensor that are in memory: those of an expanded one only once."""
+    return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+
+
+_ATTENTION: Final[Mapping[str, Callable[..., int]]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(
+        q.shape, k.shape, v.shape
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: (
+        sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)
+    ),
+}
+"""Formulas of operators that torch's table lacks."""
+
+
+def _flops(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
+    packet = func._overloadpacket
+    formula = flop_registry.get(packet)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=out))
+    own = _ATTENTION.get(packet.__name__)
+    return 0 if own is None else own(*args)

@@ -1,0 +1,270 @@
+"""`estimate`: memory and time of a checked call on given hardware, without running it."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shardmap_torch.core.caching import lazy
+from shardmap_torch.core.source_location import Site
+from shardmap_torch.planning.dry_run import ARGUMENT, Block, DryRun, Step, dry_run
+from shardmap_torch.planning.hardware import Hardware, ranks_per_host
+
+COMPUTE: Final = "compute"
+MESSAGES: Final = "messages"
+"""The two lanes of a rank."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A step in time.
+
+    Attributes:
+        step: the operator or collective.
+        lane: where it runs, `COMPUTE` or `MESSAGES`.
+        start: seconds after the start of the call.
+        end: likewise.
+    """
+
+    step: Step
+    lane: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate:
+    """Memory and time of a call on one rank.
+
+    Attributes:
+        run: the operations, messages and storages of the rank.
+        hardware: on which it is estimated.
+    """
+
+    run: DryRun
+    hardware: Hardware
+
+    @lazy
+    def spans(self) -> tuple[Span, ...]:
+        """Every step in time, in order."""
+        return tuple(_schedule(self.run, self.hardware)[0])
+
+    @lazy
+    def exposed(self) -> Mapping[str, float]:
+        """Seconds in which the rank waits for messages, by axes."""
+        return dict(_schedule(self.run, self.hardware)[1])
+
+    @property
+    def seconds(self) -> float:
+        """The time of the call."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the rank; what is recomputed counts again."""
+        return sum(step.flops for step in self.run.steps)
+
+    @property
+    def utilization(self) -> float:
+        """The part of the peak of the matmuls' dtype that `flops` in `seconds` are."""
+        dtypes = Counter({s.dtype: 0 for s in self.run.steps})
+        for step in self.run.steps:
+            dtypes[step.dtype] += step.flops
+        if not dtypes or not self.seconds:
+            return 0.0
+        peaks = self.hardware.flops
+        fastest = sum(
+            count / peaks.get(dtype, min(peaks.values())) for dtype, count in dtypes.items()
+        )
+        return fastest / self.seconds
+
+    @property
+    def sent(self) -> Mapping[str, int]:
+        """Bytes that the rank sends, by axes."""
+        found: Counter[str] = Counter()
+        for step in self.run.steps:
+            if step.sent:
+                found[",".join(step.axes)] += step.sent
+        return dict(found)
+
+    @lazy
+    def live(self) -> tuple[int, ...]:
+        """Bytes alive before the first step and after each."""
+        return tuple(self.run.live())
+
+    @property
+    def peak(self) -> int:
+        """The largest number of bytes alive at a time."""
+        return max(self.live)
+
+    @property
+    def peak_site(self) -> Site | None:
+        """The line at which most is alive."""
+        return self.run.steps[at - 1].site if (at := self.live.index(self.peak)) else None
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether the peak is within the memory of the device."""
+        return self.peak <= self.hardware.memory
+
+    @property
+    def at_peak(self) -> Mapping[str, int]:
+        """Bytes alive at the peak, by what they are."""
+        at, found = self.live.index(self.peak), dict.fromkeys(_KINDS, 0)
+        for block in self.run.blocks:
+            if block.born <= at and (block.died is None or block.died > at):
+                found[_kind(block)] += block.nbytes
+        return found
+
+    def __str__(self) -> str:
+        """Formats time, memory and messages, a line each."""
+        name, mesh, hardware = self.run.name, self.run.mesh, self.hardware
+        lines = [
+            f"{name} on the {mesh}, each rank a {hardware.name}:",
+            f"  time    {show_seconds(self.seconds)}, {self.flops:.3g} FLOP, "
+            f"{self.utilization:.0%} of the peak",
+            f"  memory  {show_bytes(self.peak)} of {show_bytes(hardware.memory)} at most"
+            + ("" if self.fits else ": DOES NOT FIT")
+            + (f", at {self.peak_site}" if self.peak_site is not None else ""),
+            *(f"    {show_bytes(n):>10}  {kind}" for kind, n in self.at_peak.items() if n),
+        ]
+        lines += [
+            f"  {axes}: sends {show_bytes(count)}, waits {show_seconds(self.exposed.get(axes, 0))}"
+            for axes, count in sorted(self.sent.items())
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes both lanes and the memory as a trace that Perfetto and Chrome show."""
+        events: list[dict[str, Any]] = [
+            {"ph": "X", "pid": 0, "tid": span.lane, "name": span.step.name,
+             "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6,
+             "args": {"line": str(span.step.site), "backward": span.step.backward}}
+            for span in self.spans
+        ]  # fmt: skip
+        events += [
+            {"ph": "C", "pid": 0, "name": "memory", "ts": span.end * 1e6, "args": {"bytes": alive}}
+            for span, alive in zip(self.spans, self.live[1:], strict=True)
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def estimate(f: Callable[..., Any], *args: Any, hardware: Hardware, **kwargs: Any) -> Estimate:
+    """Estimates memory and time of a call on one rank, without running it.
+
+    The call is checked, and its first rank then runs on tensors without data: the operations of the
+    body, of the backward that autograd derives, and of the optimizer, in their order, with the
+    storages that are alive at each. An operator takes as long as its operations or its bytes, a
+    collective as a ring over its axes' links; the rank waits for it, but for gathers that begin
+    early. Everything is eager: fusion by a compiler, allocator fragmentation, and imbalance of
+    ranks are not in it. Overlapped kernels count as their compositions.
+
+    Args:
+        f: a function of `shard_map`, on a mesh of any kind; abstract meshes of any size.
+        *args: its arguments; `ShapeDtype` in place of tensors.
+        hardware: `H100`, `this_machine()`, `read_hardware(path)`, or a `Hardware` of your own.
+        **kwargs: its keyword arguments.
+
+    Raises:
+        ShardTypeError: the program is not well-typed.
+        TransformError: it is no mapped function, or asks for the value of a tensor.
+
+    Source: the roofline of Williams et al. 2009; torch's `FlopCounterMode` and `MemTracker`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, ShapeDtype, all_reduce, make_mesh, shard_map
+        >>> from shardmap_torch.planning import H100, estimate
+        >>> mesh = make_mesh((8,), ("tp",), kind="abstract")
+        >>> @shard_map(mesh=mesh, in_specs=(P(), P(None, "tp"), P("tp")), out_specs=P())
+        ... def mlp(x, up, down):
+        ...     return all_reduce((x @ up).relu() @ down, "tp", dst=I)
+        >>> shapes = (8192, 4096), (4096, 16384), (16384, 4096)
+        >>> args = [ShapeDtype(shape, torch.bfloat16) for shape in shapes]
+        >>> plan = estimate(mlp, *args, hardware=H100)
+        >>> plan.sent, show_seconds(plan.seconds), show_bytes(plan.peak)
+        ({'tp': 117440512}, '698 us', '235 MB')
+        >>> plan.at_peak
+        {'arguments': 100663296, 'forward': 67108864, 'backward': 0, 'messages': 67108864}
+    """
+    return Estimate(dry_run(f, args, kwargs), hardware)
+
+
+_KINDS: Final = (ARGUMENT, "forward", "backward", "messages")
+
+
+def _kind(block: Block) -> str:
+    if block.owner == ARGUMENT:
+        return ARGUMENT
+    if block.is_message:
+        return "messages"
+    return "backward" if block.backward else "forward"
+
+
+def _schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, float]]:
+    """Lays steps out in time: operators one after the other, messages beside them if they may.
+
+    A rank waits for a message unless it has begun it ahead of time; messages wait for one another.
+    """
+    computing = sending = 0.0
+    spans: list[Span] = []
+    exposed: defaultdict[str, float] = defaultdict(float)
+    arrives: dict[int | None, float] = {}
+    rings = _rings(run, hardware)
+    for step in run.steps:
+        if not step.axes:
+            lane, start, end = COMPUTE, computing, computing + hardware.seconds(step)
+            computing = end
+        elif step.waits:
+            lane, start, end = COMPUTE, computing, max(computing, arrives[step.number])
+        else:
+            start = max(computing, sending)
+            lane, end = MESSAGES, start + hardware.sending(step, *rings[step.axes])
+            sending = arrives[step.number] = end
+        spans.append(Span(step, lane, start, end))
+        if step.axes and (step.waits or step.number is None):
+            exposed[",".join(step.axes)] += end - computing
+            computing = end
+    return spans, exposed
+
+
+def _rings(run: DryRun, hardware: Hardware) -> Mapping[tuple[str, ...], tuple[int, int]]:
+    """Returns the number of ranks along the axes of each collective, and how many a host has."""
+    axes = {step.axes for step in run.steps if step.axes}
+    mesh = run.mesh
+    return {
+        each: (mesh.num_ranks(each), ranks_per_host(mesh, each, hardware.devices)) for each in axes
+    }
+
+
+def show_bytes(count: float) -> str:
+    """Formats a number of bytes.
+
+    Example:
+        >>> show_bytes(80e9), show_bytes(1234)
+        ('80 GB', '1.23 KB')
+    """
+    return _scaled(count, 1e3, ("B", "KB", "MB", "GB", "TB", "PB"))
+
+
+def show_seconds(seconds: float) -> str:
+    """Formats a time.
+
+    Example:
+        >>> show_seconds(0.0123)
+        '12.3 ms'
+    """
+    return _scaled(seconds * 1e6, 1e3, ("us", "ms", "s"))
+
+
+def _scaled(value: float, base: float, units: Iterable[str]) -> str:
+    *smaller, largest = units
+    for unit in smaller:
+        if value < base:
+            return f"{value:.3g} {unit}"
+        value /= base
+    return f"{value:.3g} {largest}"

@@ -1,0 +1,74 @@
+"""A run without data counts the memory, FLOPs and bytes of a run on processes."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+from examples.gpt import model
+from examples.gpt.model import Config
+from examples.gpt.optim import make_optimizer
+from examples.gpt.parallel import Parallel
+from examples.gpt.step import sharded_step
+from shardmap_torch import Mesh, P, device_put, make_mesh
+from shardmap_torch.backends.traffic import counting_bytes
+from shardmap_torch.mesh.mesh import Kind
+from shardmap_torch.planning.dry_run import DryRun, Tape, dry_run
+from tests.support.pool import Gloo
+
+CHOICES = {
+    "dp+tp": (2, 2),
+    "dp+tp+sp": (2, 2),
+    "fsdp+tp": (2, 2),
+    "zero": (4, 1),
+    "dp+cp": (2, 2, 1),
+    "pp+tp": (1, 2, 2),
+    "fsdp+ep": (4, 1),
+}
+
+
+def step_of(mesh: Mesh, choice: str) -> tuple[Any, tuple[Any, ...], Any]:
+    """Returns a step of the example, its arguments on one device, and their specs."""
+    config = Config(length=32, width=64, hidden=192, layers=2, parallel=Parallel.of(choice))
+    optimizer, specs = make_optimizer(config, 1000, 20), model.specs(config)
+    params = model.init(config)
+    batch = torch.randint(config.vocabulary, (8, config.length + 1))
+    args = params, optimizer.init(params), batch
+    return sharded_step(mesh, config, optimizer), args, (specs, optimizer.specs(specs), P("dp"))
+
+
+def mesh_of(choice: str, kind: Kind) -> Mesh:
+    parallel, sizes = Parallel.of(choice), CHOICES[choice]
+    views = parallel.views(sizes, Config.experts)
+    return make_mesh(sizes, parallel.mesh_axes, kind=kind, views=views)
+
+
+def measured(choice: str) -> tuple[int, int, int, int]:
+    """Runs a step; returns its largest memory, that of its arguments, FLOPs, and bytes sent."""
+    mesh = mesh_of(choice, "process_group")
+    step, args, specs = step_of(mesh, choice)
+    args = device_put(args, mesh, specs)
+    step(*args)
+    run = DryRun("step", mesh)
+    leaves: list[Any] = optree.tree_leaves(args)  # type: ignore[arg-type]
+    held = [getattr(x, "_local_tensor", x) for x in leaves]
+    with Tape(run) as tape:
+        tape.hold(held)
+        step(*args)
+    with counting_bytes() as sent:
+        step(*args)
+    flops = sum(each.flops for each in run.steps)
+    return max(run.live()), run.live()[0], flops, sum(sent.values())
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_memory_flops_and_bytes_are_those_of_a_run_on_processes(choice: str, gloo: Gloo) -> None:
+    peak, arguments, flops, sent = gloo(4).run(measured, choice)[0]
+    step, args, _ = step_of(mesh_of(choice, "abstract"), choice)
+    found = dry_run(step, args, {})
+    assert found.live()[0] == arguments
+    assert sum(each.flops for each in found.steps) == flops
+    assert sum(each.sent for each in found.steps) == sent
+    # gloo copies what it gathers ahead of time, and what goes from one rank to another.
+    assert max(found.live()) == pytest.approx(peak, rel=0.04)

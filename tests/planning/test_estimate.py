@@ -1,0 +1,146 @@
+"""Times are those of operations, bytes and links; the peak is where most is alive."""
+
+import inspect
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, P, R, ShapeDtype, all_gather, all_reduce, make_mesh, shard_map
+from shardmap_torch.errors import ShardTypeError, TransformError
+from shardmap_torch.ops.gather import gather_starter
+from shardmap_torch.planning import Hardware, estimate
+
+UNIT = Hardware(
+    "unit", {torch.float32: 1e3}, memory=10**6, bandwidth=1e3, matmul_efficiency=0.5, launch=1.0,
+    devices=2, inside=100.0, between=10.0, latency=0.0, latency_between=0.0,
+)  # fmt: skip
+"""A device on which times can be computed by hand."""
+
+
+def test_an_operator_takes_its_operations_its_bytes_or_its_launch() -> None:
+    mesh = make_mesh((1,), ("tp",), kind="abstract")
+    f = shard_map(lambda x, w: (x @ w).neg()[:1].neg(), mesh=mesh, in_specs=P(), out_specs=P())
+    found = estimate(f, ShapeDtype((10, 100)), ShapeDtype((100, 10)), hardware=UNIT)
+    times = {span.step.name: span.end - span.start for span in found.spans}
+    # 2 * 10 * 100 * 10 operations at half of 1,000 a second; 4 * (1,000 + 1,000 + 100) bytes.
+    assert [span.end - span.start for span in found.spans] == [40.0, 1.0, 1.0]
+    assert found.flops == 20_000
+    assert found.seconds == 42.0
+    assert found.utilization == pytest.approx(20 / 42)
+    assert set(times) == {"mm", "neg"}
+
+
+@pytest.mark.parametrize(("axis", "seconds"), [("tp", 4.0), ("dp", 40.0), (("dp", "tp"), 30.0)])
+def test_a_sum_takes_the_link_of_its_axes(axis: str | tuple[str, ...], seconds: float) -> None:
+    mesh = make_mesh((2, 2), ("dp", "tp"), kind="abstract")
+    f = shard_map(lambda x: all_reduce(x, axis, dst=R), mesh=mesh, in_specs=P(axis), out_specs=P())
+    num_ranks = mesh.num_ranks((axis,) if isinstance(axis, str) else axis)
+    found = estimate(f, ShapeDtype((100 * num_ranks,)), hardware=UNIT)
+    # 400 bytes: both halves go once around a ring of two, three quarters of them of four; of that
+    # ring a host has two ranks, so that it leaves over two links.
+    (waited,) = found.exposed.values()
+    assert waited == pytest.approx(seconds)
+
+
+def test_a_gather_that_begins_early_is_hidden_by_what_is_computed_meanwhile() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+
+    def early(x: Tensor, y: Tensor) -> Tensor:
+        start = gather_starter("tp")  # a check has none
+        finish: Any = (
+            partial(all_gather, axis="tp", tiled=False, dst=R) if start is None else start(x)
+        )
+        for _ in range(3):
+            y = y.neg()
+        total: Tensor = finish(x).sum() + y.sum()
+        return total
+
+    f = shard_map(early, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
+    found = estimate(f, ShapeDtype((200,)), ShapeDtype((1,)), hardware=UNIT)
+    wait = next(span for span in found.spans if span.step.waits)
+    # 400 bytes at 100 a second, beside three operators of one second each.
+    assert (wait.start, wait.end) == (3.0, 4.0)
+
+
+def test_the_peak_names_its_line_and_what_is_alive(tmp_path: Path) -> None:
+    mesh = make_mesh((4,), ("tp",), kind="abstract")
+
+    def body(x: Tensor) -> Tensor:
+        wide = all_gather(x, "tp", dst=I)
+        return wide.exp().sum()
+
+    f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())
+    found = estimate(f, ShapeDtype((400,), requires_grad=True), hardware=UNIT)
+    assert found.at_peak["arguments"] == 400
+    assert sum(found.at_peak.values()) == found.peak
+    assert found.peak_site is not None
+    assert "wide.exp()" in found.peak_site.source
+    assert found.fits
+    assert not estimate(f, ShapeDtype((10**6,)), hardware=UNIT).fits
+    found.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event.get("tid") for event in events} == {"compute", "messages", None}
+
+
+def test_a_report_says_time_memory_and_messages() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+    f = shard_map(
+        lambda x: all_reduce(x.sum(), "tp", dst=I), mesh=mesh, in_specs=P("tp"), out_specs=P()
+    )
+    line = inspect.getsourcelines(test_a_report_says_time_memory_and_messages)[1] + 3
+    assert str(estimate(f, ShapeDtype((200,)), hardware=UNIT)) == (
+        "<lambda> on the abstract mesh (tp=2), each rank a unit:\n"
+        "  time    1.04 s, 0 FLOP, 0% of the peak\n"
+        "  memory  408 B of 1 MB at most, at "
+        f"test_estimate.py:{line}: lambda x: "
+        'all_reduce(x.sum(), "tp", dst=I), mesh=mesh, in_specs=P("tp"), out_specs=P()\n'
+        "         400 B  arguments\n"
+        "           4 B  forward\n"
+        "           4 B  messages\n"
+        "  tp: sends 4 B, waits 40 ms"
+    )
+
+
+def test_a_body_that_does_something_else_than_when_it_was_checked_is_an_error() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+    calls = iter((1, 2))
+
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.sum(), "tp", dst=I)
+        return all_reduce(x.sum(), "tp", dst=I) if next(calls) > 1 else total
+
+    f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())
+    with pytest.raises(ShardTypeError) as error:
+        estimate(f, ShapeDtype((2,)), hardware=UNIT)
+    line = inspect.getsourcelines(body)[1] + 2
+    assert str(error.value) == (
+        "body: the body does not do what it did when it was checked just before:\n"
+        "  this run: all_reduce('tp', Partial -> I) of float32[] at "
+        f"test_estimate.py:{line}\n"
+        "  the checked program: the end\n"
+        "It must do the same whenever it is called with the same arguments. Pass what it depends "
+        "on as an argument."
+    )
+
+
+def test_a_function_that_is_not_mapped_and_a_value_that_is_asked_for_are_errors() -> None:
+    with pytest.raises(TransformError) as error:
+        estimate(len, torch.ones(1), hardware=UNIT)
+    assert str(error.value) == (
+        "estimate takes a shard_mapped function, not <built-in function len>."
+    )
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+    f = shard_map(
+        lambda x: x if x.sum() > 0 else -x, mesh=mesh, in_specs=P(invariant="tp"), out_specs=P()
+    )
+    with pytest.raises(TransformError) as error:
+        estimate(f, ShapeDtype((2,)), hardware=UNIT)
+    assert str(error.value) == (
+        "<lambda>: an estimate runs without data, and the body asks for the value of a tensor "
+        "(aten._local_scalar_dense.default). Use torch.where, or keep the number out of the body."
+    )

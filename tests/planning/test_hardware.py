@@ -1,0 +1,55 @@
+"""Figures of hardware are positive, sourced, and read from files with every mistake named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardmap_torch import SpecError, make_mesh
+from shardmap_torch.planning import A100, B200, H100, H200, Hardware, read_hardware, this_machine
+from shardmap_torch.planning.hardware import ranks_per_host
+
+
+@pytest.mark.parametrize("hardware", [A100, H100, H200, B200], ids=lambda each: each.name)
+def test_known_hardware_has_figures_and_their_source(hardware: Hardware) -> None:
+    assert hardware.flops[torch.bfloat16] > hardware.flops[torch.float32] > 0
+    assert hardware.inside > hardware.between > 0
+    assert "NVIDIA" in hardware.source
+
+
+def test_ranks_of_a_host_are_neighbours() -> None:
+    mesh = make_mesh((2, 4, 4), ("pp", "dp", "tp"), kind="abstract")
+    found = {axes: ranks_per_host(mesh, axes, 8) for axes in (("tp",), ("dp",), ("dp", "tp"))}
+    assert found == {("tp",): 4, ("dp",): 2, ("dp", "tp"): 8}
+    assert ranks_per_host(mesh, ("pp",), 8) == 1
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "x"\nmemory = 8e9\nbandwidth = 1e12\n[flops]\nbfloat16 = 1e14\n')
+    assert read_hardware(path) == Hardware("x", {torch.bfloat16: 1e14}, 8e9, 1e12)  # type: ignore[arg-type]
+
+
+def test_every_mistake_of_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "x"\nmemory = -1\nspeed = 1\n[flops]\nbf16 = 1e14\n')
+    with pytest.raises(SpecError) as error:
+        read_hardware(path)
+    words = ", ".join(sorted(Hardware.__dataclass_fields__))
+    assert str(error.value) == (
+        f"read_hardware: {path}:\n"
+        "  bandwidth is missing\n"
+        "  flops is a table of numbers by dtype, such as bfloat16 = 989e12\n"
+        "  memory=-1 is no positive number\n"
+        f"  speed is none of {words}"
+    )
+    path.write_text("name = ")
+    with pytest.raises(SpecError, match=r"^read_hardware: .* is no TOML file: Invalid value"):
+        read_hardware(path)
+
+
+def test_this_machine_computes_and_copies() -> None:
+    found = this_machine(seconds=0.1)
+    assert found.flops[torch.float32] > 1e8
+    assert found.bandwidth > 1e8
+    assert 0 < found.launch < 1e-3

@@ -1,0 +1,58 @@
+"""The meshes of a number of ranks are ranked by time; those that cannot be are listed with why."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, Mesh, P, ShapeDtype, SpecError, all_reduce, shard_map
+from shardmap_torch.planning import H100, Hardware, best_mesh
+
+TINY = Hardware("tiny", {torch.float32: 1e12}, 1000, 1e12)
+
+
+def build(mesh: Mesh) -> tuple[Any, tuple[ShapeDtype, ...]]:
+    def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return all_reduce((x @ up).relu() @ down, "tp", dst=I)
+
+    specs = P("dp"), P(None, "tp"), P("tp")
+    step = shard_map(mlp, mesh=mesh, in_specs=specs, out_specs=P("dp"))
+    width = 4096
+    shapes = (1024, width), (width, 4 * width), (4 * width, width)
+    return step, tuple(ShapeDtype(shape, torch.bfloat16) for shape in shapes)
+
+
+def test_every_factorization_is_tried_and_the_fastest_comes_first() -> None:
+    ranking = best_mesh(build, 8, axes=("dp", "tp"), hardware=H100)
+    sizes = {candidate.mesh.axis_sizes for candidate in ranking.candidates}
+    assert sizes == {(1, 8), (2, 4), (4, 2), (8, 1)}
+    times = [candidate.seconds for candidate in ranking.candidates]
+    assert times == sorted(times)
+    assert ranking.best is ranking.candidates[0]
+    alone = next(c for c in ranking.candidates if c.mesh.axis_sizes == (8, 1)).estimate
+    assert alone is not None
+    assert alone.sent == {}  # where the batch alone is sharded
+
+
+def test_what_does_not_divide_is_listed_with_its_reason() -> None:
+    ranking = best_mesh(build, 3, axes=("dp", "tp"), hardware=H100)
+    assert [candidate.why for candidate in ranking.candidates] == [
+        f"mlp: the arguments do not match in_specs on the abstract mesh (dp={dp}, tp={tp}):"
+        for dp, tp in ((1, 3), (3, 1))
+    ]
+    with pytest.raises(SpecError) as error:
+        ranking.best  # noqa: B018
+    assert str(error.value) == f"best_mesh: no mesh has a step that fits.\n{ranking}"
+
+
+def test_what_does_not_fit_comes_after_what_does() -> None:
+    ranking = best_mesh(build, 2, axes=("dp", "tp"), hardware=TINY)
+    assert all(not c.estimate.fits for c in ranking.candidates if c.estimate is not None)
+    assert "(does not fit)" in str(ranking)
+
+
+def test_a_number_of_ranks_is_positive() -> None:
+    with pytest.raises(SpecError) as error:
+        best_mesh(build, 0, axes=("dp",), hardware=H100)
+    assert str(error.value) == "best_mesh takes a number of ranks and axes, not 0."
