@@ -13,13 +13,23 @@ from torch.distributed.tensor.parallel import (
 from shardmap_torch.parallel.loss import loss_parallel
 from shardmap_torch.parallel.module import parallelize
 from shardmap_torch.parallel.pure import functional
+from shardmap_torch.parallel.styles import (
+    ExpertsParallel,
+    LocalAttributes,
+    PackedColwiseParallel,
+    ReplicatedParallel,
+)
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertsParallel",
+    "LocalAttributes",
+    "PackedColwiseParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReplicatedParallel",
     "RowwiseParallel",
     "SequenceParallel",
     "functional",

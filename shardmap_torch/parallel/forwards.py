@@ -10,13 +10,22 @@ from torch.distributed.tensor import Partial as PartialPlacement
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.nn.embedding import own_embeddings
-from shardmap_torch.ops import convert, redistribute, reinterpret
+from shardmap_torch.ops import axis_size, convert, redistribute, reinterpret
 from shardmap_torch.ops.body import types_of
+from shardmap_torch.parallel.kinds import CONV1D, kind_of
 from shardmap_torch.parallel.plan import Plan
-from shardmap_torch.parallel.styles import Change, Layouts, normalized
+from shardmap_torch.parallel.styles import (
+    Change,
+    ExpertsParallel,
+    Layouts,
+    LocalAttributes,
+    ReplicatedParallel,
+    normalized,
+)
 from shardmap_torch.types import AxisType, I, K, Partial, R, S, V, Z
 
 _ACCEPTED: Final[Mapping[str, frozenset[AxisType]]] = {
@@ -38,15 +47,28 @@ _REPAIRS: Final[Mapping[AxisType, str]] = {
 def style_forward(plan: Plan, path: str, module: nn.Module) -> None:
     """Replaces the forward of the bound copy of the module at `path` by that of its style."""
     layouts = plan.styles.get(path)
-    if layouts is None:
+    if layouts is None or isinstance(layouts.style, ReplicatedParallel):
+        return
+    name = repr(path) if path else type(module).__name__
+    if isinstance(layouts.style, LocalAttributes):
+        _divide(layouts.style.names, axis_size(plan.axis), name, module)
         return
     own = vars(module).get("forward") or MethodType(type(module).forward, module)
-    name = repr(path) if path else type(module).__name__
     # Types of replicated inputs: R if the ranks use them differently, I if all do the same.
-    differs = isinstance(layouts.style, ColwiseParallel) or (
+    differs = isinstance(layouts.style, ColwiseParallel | ExpertsParallel) or (
         not layouts.is_for_one and plan.splits_below(path)
     )
     vars(module)["forward"] = _Forward(layouts, plan.axis, name, module, own, R if differs else I)
+
+
+def _divide(attributes: Sequence[str], num_ranks: int, name: str, module: nn.Module) -> None:
+    for attribute in attributes:
+        value = getattr(module, attribute)
+        if value % num_ranks:
+            raise SpecError(
+                f"{name}: {attribute} = {value} does not divide over {num_ranks} ranks."
+            )
+        vars(module)[attribute] = value // num_ranks
 
 
 @dataclass(frozen=True)
@@ -80,11 +102,21 @@ class _Forward:
             what = f"the input {name!r}"
             kwargs[name] = self._relayout(kwargs[name], change, self.replicate, what)
         if isinstance(self.layouts.style, RowwiseParallel):
-            return self._summed(*args)
-        return self._outputs(self.own(*args, **kwargs))
+            return self._summed(args, kwargs)
+        return self._outputs(self._run(args, kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the module's own forward on inputs that have the layouts it needs."""
+        module: Any = self.module
+        if kind_of(module) is CONV1D and isinstance(self.layouts.style, ColwiseParallel):
+            return functional.linear(args[0], module.weight.mT, module.bias)
+        return self.own(*args, **kwargs)
 
     def _inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         changes = self.layouts.inputs
+        if isinstance(self.layouts.style, ExpertsParallel):
+            both = (Replicate(), Replicate())
+            changes = [both if isinstance(x, Tensor) else None for x in args]
         if changes is None:
             return args
         if self.layouts.is_for_one:
@@ -141,8 +173,22 @@ class _Forward:
             raise SpecError(f"{name}: the plan says {src!r}, but it is a {type(x).__name__}.")
         return relayout(x, self.axis, src, dst, to, name)
 
-    def _summed(self, x: Tensor) -> Tensor:
-        """Runs a module whose rows are sharded: each rank computes an addend of the result."""
+    def _summed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a module whose rows are sharded: each rank computes an addend of its product."""
+        kind = kind_of(self.module)
+        if kind is CONV1D or type(self.module).forward in _PLAIN:
+            return self.product(args[0])
+        with _Products(self) as products:
+            out = self.own(*args, **kwargs)
+        if not products.count:
+            raise SpecError(
+                f"{self.name}: RowwiseParallel adds up what a Linear or an Embedding computes, and "
+                f"the forward of {type(self.module).__name__} does not do that with its weight."
+            )
+        return out
+
+    def product(self, x: Tensor) -> Tensor:
+        """Returns what the module computes with its weight, summed over the ranks."""
         module: Any = self.module
         if isinstance(module, nn.Embedding):
             rows: Tensor = own_embeddings(self.axis)(x, module.weight)
@@ -151,7 +197,8 @@ class _Forward:
                 rows = rows.where((x != padding).unsqueeze(-1), rows.detach())
             result: Tensor = self._outputs(rows)
             return result
-        y = self._outputs(functional.linear(x, module.weight))
+        weight = module.weight.mT if kind_of(module) is CONV1D else module.weight
+        y = self._outputs(functional.linear(x, weight))
         return y if module.bias is None else self._with_bias(y, module.bias)
 
     def _with_bias(self, y: Tensor, bias: Tensor) -> Tensor:
@@ -164,6 +211,28 @@ class _Forward:
         elif isinstance(layout, Shard):
             return y + bias
         return y + self._relayout(bias, (Replicate(), layout), I, "the bias")
+
+
+_PLAIN: Final = (nn.Linear.forward, nn.Embedding.forward)
+
+
+class _Products(TorchFunctionMode):
+    """Within a forward of a module's own, its product with its weight is that of all ranks."""
+
+    def __init__(self, forward: _Forward) -> None:
+        super().__init__()
+        self._forward, self.count = forward, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        module = self._forward.module
+        kind = kind_of(module)
+        is_own = kind is not None and func is kind.function and len(args) > 1
+        if not is_own or args[1] is not module.weight:
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        return self._forward.product(args[0])
 
 
 def relayout(

@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
+from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, input_names
 from shardmap_torch.parallel.forwards import style_forward
-from shardmap_torch.parallel.plan import ROOT, Plan, make_plan
+from shardmap_torch.parallel.packing import pack, placements_of_split, unpack
+from shardmap_torch.parallel.plan import ROOT, Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.trackers import untracked
+from shardmap_torch.parallel.words import Split
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 
@@ -37,7 +38,7 @@ _VERDICT: Final = "_shardmap_verdict"
 def parallelize(
     module: M,
     mesh: Mesh | DeviceMesh | None,
-    plan: ParallelStyle | Mapping[str, ParallelStyle],
+    plan: Style | Mapping[str, Style] | None = None,
     *,
     axis: str | None = None,
     in_specs: Tree = None,
@@ -114,7 +115,9 @@ def parallelize(
         raise SpecError(f"parallelize: check is 'local' or 'global', not {show(check)}.")
     on = as_mesh(mesh)
     _reject_parallel(module)
-    resolved = make_plan(module, on, plan, resolve_axis("parallelize", on, axis))
+    styles = carried_plan(module) if plan is None else plan
+    over = resolve_axis("parallelize", on, axis)
+    resolved = make_plan(module, on, styles, over, is_carried=plan is None)
     if on.kind in PROCESS_KINDS:
         _place(module, on, resolved, src_data_rank)
     call = _ParallelCall(module, on, resolved, in_specs, out_specs, check)
@@ -188,7 +191,10 @@ class _ParallelCall:
         kwargs: dict[str, Any],
     ) -> Any:
         args, kwargs = self._inputs.enter((args, kwargs), specs)
-        parameters = dict(self._module.named_parameters())
+        parameters = {
+            name: pack(value, self._plan.packed.get(name), self._mesh, self._plan.axis)
+            for name, value in self._module.named_parameters()
+        }
         buffers = dict(self._module.named_buffers())
         values = (parameters, buffers, args, kwargs)
         spec_leaves, structure = flatten(specs)
@@ -237,7 +243,8 @@ def _body(
             vars(copy)["forward"] = _rebound(original, copy)
         style_forward(plan, path, copy)
 
-    bound = BoundModule(module, parameters, buffers, adapt)
+    values = {name: unpack(value, plan.packed.get(name)) for name, value in parameters.items()}
+    bound = BoundModule(module, values, buffers, adapt)
     out = bound.root.forward(*args, **kwargs)
     bound.check_unwritten()
     outputs.check_dims(out, num_dims)
@@ -297,17 +304,17 @@ def _reject_units(module: nn.Module) -> None:
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:
     """Replaces all parameters by DTensors; a shared one stays shared."""
 
-    def put(value: Tensor, spec: P) -> DTensor:
-        placements = placements_of(mesh, spec)
+    def put(value: Tensor, split: Split | None) -> DTensor:
+        placements = placements_of_split(mesh, split, plan.axis)
         return distribute_tensor(
             value.detach(), mesh.device_mesh, placements, src_data_rank=src_data_rank
         )
 
     parameters = {
-        old: nn.Parameter(put(old, plan.specs[name]), requires_grad=old.requires_grad)
+        old: nn.Parameter(put(old, plan.splits[name]), requires_grad=old.requires_grad)
         for name, old in module.named_parameters()
     }
-    buffers = {old: put(old, P()).to_local() for old in module.buffers()}
+    buffers = {old: put(old, None).to_local() for old in module.buffers()}
     for owner in module.modules():
         owner._parameters.update(
             {name: parameters[old] for name, old in owner._parameters.items() if old is not None}

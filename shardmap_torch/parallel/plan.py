@@ -1,47 +1,28 @@
-"""Plan: the style of each module below a root, and the spec of each parameter."""
+"""Plan: the style of each module below a root, and how each parameter is sharded."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 from torch import nn
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.parallel.styles import Layouts, layouts_of, mistakes
+from shardmap_torch.parallel.kinds import kind_of
+from shardmap_torch.parallel.styles import KNOWN, Layouts, LocalAttributes, layouts_of, mistakes
+from shardmap_torch.parallel.words import WORDS, Split
 from shardmap_torch.spec import P, mismatches
 
 ROOT: Final = ""
 """The key of a plan that stands for the module itself."""
 
-_STYLES: Final = (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    PrepareModuleInputOutput,
-)
-
-_SPECS: Final[Mapping[tuple[type, type], Mapping[str, Callable[[str], P]]]] = {
-    (ColwiseParallel, nn.Linear): {"weight": P, "bias": P},
-    (ColwiseParallel, nn.Embedding): {"weight": lambda axis: P(None, axis)},
-    (RowwiseParallel, nn.Linear): {"weight": lambda axis: P(None, axis), "bias": lambda axis: P()},
-    (RowwiseParallel, nn.Embedding): {"weight": P},
-}
-"""Specs of the parameters that a style shards; all others are replicated."""
+Style: TypeAlias = ParallelStyle | str
+"""A style of torch's or ours, or the word that transformers has for one."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +32,26 @@ class Plan:
     Attributes:
         axis: the mesh axis of its placements.
         styles: styles and their layouts, by the path of the module.
-        specs: specs of the parameters, by name; a shared one is under its first name.
+        splits: how parameters are sharded, by name; a shared one is under its first name.
+        words: the styles as the plan has them, by the path of the module or parameter.
+        unused: keys of a plan that the module carries which match nothing in it.
     """
 
     axis: str
     styles: Mapping[str, Layouts]
-    specs: Mapping[str, P]
+    splits: Mapping[str, Split | None]
+    words: Mapping[str, Style]
+    unused: Sequence[str] = ()
+
+    @cached_property
+    def specs(self) -> dict[str, P]:
+        """Specs of the parameters, by name; where one has several parts, these are a dim of it."""
+        return {name: spec_of_split(split, self.axis) for name, split in self.splits.items()}
+
+    @cached_property
+    def packed(self) -> dict[str, Split]:
+        """The parameters that have several parts."""
+        return {name: split for name, split in self.splits.items() if split and split.parts > 1}
 
     @property
     def root(self) -> Layouts | None:
@@ -81,73 +76,145 @@ class Plan:
 def make_plan(
     module: nn.Module,
     mesh: Mesh,
-    styles: ParallelStyle | Mapping[str, ParallelStyle],
+    styles: Style | Mapping[str, Style],
     axis: str,
+    is_carried: bool = False,
 ) -> Plan:
-    """Resolves the module of each entry, and the spec of each parameter.
+    """Resolves the module of each entry, and how each parameter is sharded.
+
+    Args:
+        module: the root.
+        mesh: the mesh.
+        styles: the plan.
+        axis: the axis of its layouts.
+        is_carried: whether the module came with the plan, whose entries may then match nothing.
 
     Raises:
         SpecError: names all entries that match nothing, or modules they cannot parallelize; or all
             parameters that do not divide, or that modules share but shard differently.
     """
-    resolved = _resolve(module, styles)
-    specs = _parameter_specs(module, resolved, axis)
+    entries = _Entries(module, is_carried)
+    entries.resolve({ROOT: styles} if isinstance(styles, ParallelStyle | str) else styles)
+    splits = _splits(module, entries, axis)
+    parameters = dict(module.named_parameters())
     problems = [
         f"{name}: {problem}"
-        for name, value in module.named_parameters()
-        for problem in mismatches(specs[name], tuple(value.shape), mesh.shape)
+        for name, split in splits.items()
+        for problem in _indivisible(parameters[name].shape, split, axis, mesh)
     ]
     if problems:
         head = f"parallelize: these parameters cannot be sharded on the {mesh}:"
         raise SpecError(listing(head, problems))
     modules = {path: each for path, each in module.named_modules()}
-    layouts = {path: layouts_of(style, modules[path]) for path, style in resolved.items()}
-    return Plan(axis, MappingProxyType(layouts), MappingProxyType(specs))
+    layouts = {path: layouts_of(style, modules[path]) for path, style in entries.styles.items()}
+    return Plan(
+        axis,
+        MappingProxyType(layouts),
+        MappingProxyType(splits),
+        MappingProxyType(entries.words),
+        tuple(entries.unused),
+    )
 
 
-def _resolve(
-    module: nn.Module, styles: ParallelStyle | Mapping[str, ParallelStyle]
-) -> dict[str, ParallelStyle]:
-    if isinstance(styles, ParallelStyle):
-        styles = {ROOT: styles}
-    _check_entries(styles)
-    resolved: dict[str, ParallelStyle] = {}
-    keys: dict[str, str] = {}
-    problems: list[str] = []
-    paths = {id(target): path for path, target in module.named_modules()}
-    for key, style in styles.items():
-        matched = list(_matches(module, key))
-        if not matched:
-            problems.append(f"{key!r} matches no module{_hint(module, key)}")
-        for target in matched:
-            path = paths[id(target)]
-            if keys.get(path, key) != key:
-                problems.append(f"{path!r} is matched by {keys[path]!r} and by {key!r}")
-            found = [*_unsupported(style, path, target), *mistakes(layouts_of(style, target))]
-            problems += [f"{key!r}: {problem}" for problem in found]
-            resolved[path], keys[path] = style, key
-    if problems:
-        raise SpecError(
-            listing(f"parallelize: the plan does not match {type(module).__name__}:", problems)
-        )
-    return resolved
+def spec_of_split(split: Split | None, axis: str) -> P:
+    """Returns the spec of a parameter; its parts are a dim of their own, before the sharded one."""
+    if split is None:
+        return P()
+    return P(*[None] * (split.dim + (split.parts > 1)), axis)
 
 
-def _check_entries(styles: object) -> None:
-    if not isinstance(styles, Mapping):
+def _indivisible(shape: Sequence[int], split: Split | None, axis: str, mesh: Mesh) -> list[str]:
+    if split is None or split.parts == 1:
+        return mismatches(spec_of_split(split, axis), tuple(shape), mesh.shape)
+    size, ranks = shape[split.dim], mesh.shape[axis]
+    pieces = split.parts * ranks
+    if size % pieces == 0:
+        return []
+    return [
+        f"dim {split.dim} has size {size}, whose {split.parts} parts do not divide over {axis!r} = "
+        f"{ranks} ranks ({size} = {size // pieces}*{split.parts}*{ranks} + {size % pieces})"
+    ]
+
+
+class _Entries:
+    """The entries of a plan, resolved to modules and parameters.
+
+    Attributes:
+        styles: the style of each module, by path.
+        parameters: how parameters are sharded that the plan names, by name.
+        words: what the plan says of both.
+        unused: keys that match nothing, where that is no error.
+    """
+
+    def __init__(self, module: nn.Module, is_carried: bool) -> None:
+        self._module, self._is_carried = module, is_carried
+        self._paths = {id(target): path for path, target in module.named_modules()}
+        self._keys: dict[str, str] = {}
+        self.styles: dict[str, ParallelStyle] = {}
+        self.parameters: dict[str, Split | None] = {}
+        self.words: dict[str, Style] = {}
+        self.unused: list[str] = []
+
+    def resolve(self, plan: Mapping[str, Style]) -> None:
+        """Resolves all entries.
+
+        Raises:
+            SpecError: names all that are wrong.
+        """
+        _check_entries(plan)
+        problems = [each for key, style in plan.items() for each in self._resolve(key, style)]
+        if problems:
+            name = type(self._module).__name__
+            raise SpecError(listing(f"parallelize: the plan does not match {name}:", problems))
+
+    def _resolve(self, key: str, style: Style) -> Iterator[str]:
+        targets = list(_matches(self._module, key))
+        named = [] if targets or isinstance(style, ParallelStyle) else self._named(key)
+        if not targets and not named:
+            self.unused.append(key)
+            if not self._is_carried:
+                yield f"{key!r} matches no module{_hint(self._module, key)}"
+        for name, value in named:
+            self.words[name] = style
+            self.parameters[name] = WORDS[str(style)].split(value.ndim)
+        for target in targets:
+            yield from self._give(key, style, target)
+
+    def _give(self, key: str, style: Style, target: nn.Module) -> Iterator[str]:
+        path = self._paths[id(target)]
+        if self._keys.get(path, key) != key:
+            yield f"{path!r} is matched by {self._keys[path]!r} and by {key!r}"
+        found = style if isinstance(style, ParallelStyle) else WORDS[style].style
+        problems = [*_unsupported(found, path, target), *mistakes(layouts_of(found, target))]
+        yield from (f"{key!r}: {problem}" for problem in problems)
+        self.styles[path], self._keys[path], self.words[path] = found, key, style
+
+    def _named(self, key: str) -> list[tuple[str, nn.Parameter]]:
+        return [pair for pair in self._module.named_parameters() if _is_match(pair[0], key)]
+
+
+def _check_entries(plan: object) -> None:
+    if not isinstance(plan, Mapping):
         raise SpecError(
             "parallelize takes a plan: a style, or a dict from module names to styles, not a "
-            f"{type(styles).__name__}."
+            f"{type(plan).__name__}."
         )
     wrong = [
-        f"{show(key)}: {type(style).__module__}.{type(style).__name__}"
-        for key, style in styles.items()
-        if not (isinstance(key, str) and isinstance(style, _STYLES))
+        f"{show(key)}: {show(style) if isinstance(style, str) else type(style).__name__}"
+        for key, style in plan.items()
+        if not (isinstance(key, str) and _is_style(style))
     ]
     if wrong:
-        names = ", ".join(each.__name__ for each in _STYLES)
-        head = f"parallelize: a plan has styles by module name, which are {names}:"
+        head = (
+            "parallelize: a plan has styles by module name, which are "
+            f"{', '.join(each.__name__ for each in KNOWN)}, or words of transformers, which are "
+            f"{', '.join(map(repr, WORDS))}:"
+        )
         raise SpecError(listing(head, wrong))
+
+
+def _is_style(style: object) -> bool:
+    return style in WORDS if isinstance(style, str) else isinstance(style, KNOWN)
 
 
 def _matches(module: nn.Module, key: str) -> Iterator[nn.Module]:
@@ -155,11 +222,14 @@ def _matches(module: nn.Module, key: str) -> Iterator[nn.Module]:
     if key == ROOT:
         yield module
         return
-    tokens = key.split(".")
     for path, target in module.named_modules(remove_duplicate=False):
-        parts = path.split(".")
-        if path and len(parts) == len(tokens) and all(map(fnmatchcase, parts, tokens)):
+        if path and _is_match(path, key):
             yield target
+
+
+def _is_match(path: str, key: str) -> bool:
+    parts, tokens = path.split("."), key.split(".")
+    return len(parts) == len(tokens) and all(map(fnmatchcase, parts, tokens))
 
 
 def _hint(module: nn.Module, key: str) -> str:
@@ -175,55 +245,65 @@ def _hint(module: nn.Module, key: str) -> str:
 
 def _unsupported(style: ParallelStyle, path: str, module: nn.Module) -> Iterator[str]:
     """Yields reasons for which a style cannot parallelize a module."""
-    if not isinstance(style, ColwiseParallel | RowwiseParallel):
-        return
     name, kind = type(style).__name__, type(module).__name__
     where = f"{path!r} is" if path else "the module is"
-    if _sharding(style, module) is None:
-        yield f"{name} shards nn.Linear and nn.Embedding, and {where} a {kind}"
-    elif isinstance(style, RowwiseParallel) and type(module).forward not in _REWRITTEN:
-        yield (
-            f"{name} adds up what a Linear or an Embedding computes itself, and {where} a {kind} "
-            "with its own forward"
-        )
+    if isinstance(style, LocalAttributes):
+        missing = [each for each in style.names if type(getattr(module, each, None)) is not int]
+        if missing:
+            yield f"{where} a {kind} without an integer {', '.join(map(repr, missing))}"
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return
+    if kind_of(module) is None:
+        yield f"{name} shards nn.Linear, Conv1D and nn.Embedding, and {where} a {kind}"
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if isinstance(module, nn.Embedding) and getattr(module, option):
             yield f"{where} an Embedding with {option}, which cannot be sharded"
 
 
-_REWRITTEN: Final = (nn.Linear.forward, nn.Embedding.forward)
+def _own_splits(style: ParallelStyle | None, module: nn.Module) -> Mapping[str, Split]:
+    """Returns how a style shards the parameters of a module."""
+    kind = kind_of(module)
+    if kind is None:
+        return {}
+    if isinstance(style, ColwiseParallel):
+        parts = getattr(style, "parts", 1)
+        return {"weight": Split(kind.outputs, parts), "bias": Split(0, parts)}
+    return {"weight": Split(kind.inputs)} if isinstance(style, RowwiseParallel) else {}
 
 
-def _sharding(style: ParallelStyle, module: nn.Module) -> Mapping[str, Callable[[str], P]] | None:
-    for (style_type, module_type), specs in _SPECS.items():
-        if isinstance(style, style_type) and isinstance(module, module_type):
-            return specs
-    return None
+def _splits(module: nn.Module, entries: _Entries, axis: str) -> dict[str, Split | None]:
+    """Returns how each parameter is sharded.
 
-
-def _parameter_specs(
-    module: nn.Module, styles: Mapping[str, ParallelStyle], axis: str
-) -> dict[str, P]:
+    Raises:
+        SpecError: names all that modules share and would shard differently.
+    """
     names = {id(value): name for name, value in module.named_parameters()}
-    specs: dict[str, P] = {}
+    splits: dict[str, Split | None] = dict(entries.parameters)
+    owners: dict[str, str] = {}
     problems: dict[str, None] = {}
     modules = dict(module.named_modules(remove_duplicate=False))
-    for path in sorted(modules, key=lambda path: path not in styles):  # those with a style first
-        style, target = styles.get(path), modules[path]
-        sharding: Mapping[str, Any] = (style and _sharding(style, target)) or {}
-        for own, value in target._parameters.items():
-            if value is None:
+    for path in sorted(modules, key=lambda path: path not in entries.styles):  # styles first
+        target = modules[path]
+        own = _own_splits(entries.styles.get(path), target)
+        for local, value in target._parameters.items():
+            if value is None or names[id(value)] in entries.parameters:
                 continue
-            name = names[id(value)]
-            spec = sharding[own](axis) if own in sharding else P()
-            if style is not None and specs.setdefault(name, spec) != spec:
-                problems[
-                    f"{name}: is shared; {path!r} needs it by {spec!r}, and another module by "
-                    f"{specs[name]!r}"
-                ] = None
-            specs.setdefault(name, spec)
+            name, split = names[id(value)], own.get(local)
+            owner = owners.setdefault(name, path)
+            if path not in entries.styles and kind_of(target) is None and name in splits:
+                continue  # it may hold the parameter without a use of it, and its use is checked
+            if splits.setdefault(name, split) != split:
+                problems[_differs(name, (path, owner), (split, splits[name]), axis)] = None
     if problems:
         raise SpecError(
             listing("parallelize: modules that share a parameter must shard it alike:", [*problems])
         )
-    return specs
+    return splits
+
+
+def _differs(
+    name: str, paths: tuple[str, str], splits: tuple[Split | None, Split | None], axis: str
+) -> str:
+    this, other = (repr(spec_of_split(split, axis)) for split in splits)
+    fix = f"; give {paths[0]!r} a style too" if splits[0] is None else ""
+    return f"{name}: is shared; {paths[0]!r} needs it by {this}, and {paths[1]!r} by {other}{fix}"

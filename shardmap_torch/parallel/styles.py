@@ -1,10 +1,11 @@
-"""Styles of torch.distributed.tensor.parallel, read as changes of layout around a forward."""
+"""Styles of torch.distributed.tensor.parallel and ours, read as changes of layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,8 +23,60 @@ from shardmap_torch.spec import P
 Change: TypeAlias = tuple[Any, Any]
 """The placements of a value before and after."""
 
+
+class _Ours(ParallelStyle):
+    """A style that torch does not have."""
+
+    use_local_output = True
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise SpecError(f"{type(self).__name__} is a style of shardmap_torch.parallelize.")
+
+
+class ReplicatedParallel(_Ours):
+    """Keeps a module as it is, on every rank; its gradients are summed where that is needed."""
+
+
+class ExpertsParallel(_Ours):
+    """Splits the hidden features of every expert: a module of 3-d weights, which ranks add up.
+
+    Its inputs are replicated and its output is summed over the ranks. The plan names its weights.
+    """
+
+
+class LocalAttributes(_Ours):
+    """Divides integers of a module by the number of ranks: numbers of heads, sizes of a split."""
+
+    def __init__(self, *names: str) -> None:
+        """Takes the names of the attributes."""
+        self.names = names
+
+
+class PackedColwiseParallel(ColwiseParallel):
+    """Shards each of the equal parts of the output by itself: one matrix for q, k and v."""
+
+    def __init__(self, *, parts: int = 2, **layouts: Any) -> None:
+        """Takes the number of parts, and the arguments of `ColwiseParallel`."""
+        super().__init__(**layouts)
+        self.parts = parts
+
+
 ONE_TENSOR: Final = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 """Styles of the first positional input and of the only output."""
+
+
+KNOWN: Final = (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    PrepareModuleInputOutput,
+    PackedColwiseParallel,
+    ReplicatedParallel,
+    ExpertsParallel,
+    LocalAttributes,
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +122,9 @@ def layouts_of(style: Any, module: nn.Module) -> Layouts:
     if isinstance(style, SequenceParallel):
         shard = style.sequence_sharding[0]
         return Layouts(style, [(shard, shard)], {}, [(shard, shard)])
+    if isinstance(style, _Ours):
+        summed = [(Partial(), Replicate())] if isinstance(style, ExpertsParallel) else None
+        return Layouts(style, outputs=summed)
     if isinstance(style, PrepareModuleInput):
         have, desired = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
         named = {name: (have.get(name), desired.get(name)) for name in {**have, **desired}}

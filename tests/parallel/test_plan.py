@@ -18,6 +18,7 @@ from shardmap_torch import (
     parallel,
     parallelize,
 )
+from shardmap_torch.parallel import LocalAttributes
 from tests.parallel import models
 
 MESH = make_mesh((2,), ("tp",), kind="simulated")
@@ -49,21 +50,17 @@ def test_names_that_match_nothing_are_listed_with_those_that_stand_there() -> No
 
 
 def test_modules_that_a_style_cannot_shard_are_listed() -> None:
-    class Own(nn.Linear):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x).relu()
-
-    module = nn.Sequential(
-        nn.Conv1d(2, 2, 1), Own(4, 4), nn.Embedding(4, 4, max_norm=1.0), nn.LayerNorm(4)
-    )
-    plan = {"0": ColwiseParallel(), "[12]": RowwiseParallel(), "3": RowwiseParallel()}
+    module = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Embedding(4, 4, max_norm=1.0), nn.LayerNorm(4))
+    plan = {
+        "0": ColwiseParallel(),
+        "1": RowwiseParallel(),
+        "2": LocalAttributes("normalized_shape", "heads"),
+    }
     assert refused(module, plan) == (
         "parallelize: the plan does not match Sequential:\n"
-        "  '0': ColwiseParallel shards nn.Linear and nn.Embedding, and '0' is a Conv1d\n"
-        "  '[12]': RowwiseParallel adds up what a Linear or an Embedding computes itself, and '1' "
-        "is a Own with its own forward\n"
-        "  '[12]': '2' is an Embedding with max_norm, which cannot be sharded\n"
-        "  '3': RowwiseParallel shards nn.Linear and nn.Embedding, and '3' is a LayerNorm"
+        "  '0': ColwiseParallel shards nn.Linear, Conv1D and nn.Embedding, and '0' is a Conv1d\n"
+        "  '1': '1' is an Embedding with max_norm, which cannot be sharded\n"
+        "  '2': '2' is a LayerNorm without an integer 'normalized_shape', 'heads'"
     )
     assert "the module is a Sequential" in refused(module, ColwiseParallel())
 
@@ -93,8 +90,13 @@ def test_a_shared_parameter_that_two_modules_shard_differently_is_an_error() -> 
     plan = {"embedding": ColwiseParallel(), "output": ColwiseParallel()}
     assert refused(module, plan) == (
         "parallelize: modules that share a parameter must shard it alike:\n"
-        "  embedding.weight: is shared; 'output' needs it by P('tp'), and another module by "
+        "  embedding.weight: is shared; 'output' needs it by P('tp'), and 'embedding' by "
         "P(None, 'tp')"
+    )
+    assert refused(module, {"output": "colwise_gather_output"}) == (
+        "parallelize: modules that share a parameter must shard it alike:\n"
+        "  embedding.weight: is shared; 'embedding' needs it by P(), and 'output' by P('tp'); give "
+        "'embedding' a style too"
     )
 
 
@@ -106,8 +108,13 @@ def test_what_is_no_plan_no_module_no_axis_or_parallel_already_is_an_error() -> 
     assert refused(module, {"0": ColwiseParallel(), 1: "tp"}) == (
         "parallelize: a plan has styles by module name, which are ColwiseParallel, "
         "RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput, "
-        "PrepareModuleInputOutput:\n"
-        "  1: builtins.str"
+        "PrepareModuleInputOutput, PackedColwiseParallel, ReplicatedParallel, ExpertsParallel, "
+        "LocalAttributes, or words of transformers, which are 'colwise', 'colwise_gather_output', "
+        "'colwise_rep', 'rowwise', 'rowwise_split_input', 'rowwise_rep', 'embedding_rowwise', "
+        "'embedding_colwise', 'packed_colwise', 'packed_rowwise', 'moe_tp_experts', 'all_reduce', "
+        "'sequence_parallel', 'replicated_with_grad_allreduce', 'mla_kv_a_proj', 'local_params', "
+        "'replicate':\n"
+        "  1: 'tp'"
     )
     assert refused(models.mlp, {}) == (  # type: ignore[arg-type]
         "parallelize takes a torch.nn.Module, not a function."

@@ -19,6 +19,8 @@ from shardmap_torch.checker.spmd.layout import (
     broadcast,
     expand_dims,
     fill,
+    is_stacked,
+    merged,
     reject_bias,
     reshape,
     step_of,
@@ -119,15 +121,20 @@ def _order(op: OpOverload, arguments: Mapping[str, Any], rank: int) -> list[int]
 
 
 def _joined(step: Step) -> list[Sharded]:
-    """Propagates a concatenation, along a dim that must be unsharded."""
+    """Propagates a concatenation, along a dim that is unsharded, or of parts sharded alike."""
     shards = [x for x in step.shards if x.global_shape != (0,)]
     rank = len(shards[0].global_shape)
     dim = step.arguments["dim"] % rank
-    if any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in shards):
+    first = shards[0].dims[dim]
+    alike = all(x.dims[dim] == first for x in shards) and not is_stacked([first])
+    alike = alike and first != ANY and step_of(first) is None
+    if not alike and any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in shards):
         raise UnrelatedError(f"it joins along dim {dim}, which is sharded", GATHER)
     others = [other for other in range(rank) if other != dim]
     dims = broadcast([x.part(others) for x in shards], rank - 1)
     joined = unsharded(sum(x.global_shape[dim] for x in shards))
+    if axes_of(first):
+        joined = tuple(merged([(None, len(shards)), *first]))
     return [Sharded((*dims[:dim], joined, *dims[dim:]))]
 
 
@@ -276,6 +283,7 @@ _SIZES: Final[Mapping[Rule, Collection[str]]] = {
     batched.repeat: ("repeats",),
     batched.grid: ("size",),
     indexing.count: ("start", "end", "step"),
+    indexing.split: ("split_size", "split_sizes"),
     networks.convolve: ("groups",),
     networks.group_norm: ("N", "C", "group"),
 }

@@ -14,6 +14,7 @@ from shardmap_torch.checker.spmd.layout import (
     axes_of,
     broadcast,
     counted,
+    merged,
     step_of,
     unsharded,
 )
@@ -212,13 +213,27 @@ def select(step: Step) -> list[Sharded]:
 
 
 def split(step: Step) -> list[Sharded]:
-    """Lays out parts of a dim, which must be unsharded."""
+    """Lays out parts of a dim: whole blocks of it, where it is sharded within each block."""
     (x,) = step.shards
-    dim = _require_all(x, step.arguments["dim"])
-    return [
-        Sharded((*x.dims[:dim], unsharded(global_shape[dim]), *x.dims[dim + 1 :]))
-        for _, global_shape in step.results
-    ]
+    dim = step.arguments["dim"] % max(len(x.dims), 1)
+    digits = x.dims[dim] if x.dims else ()
+    block = digits[1:] if digits and digits[0][0] is None else ()
+    if not axes_of(block):
+        dim, block = _require_all(x, dim), ()
+    blocks = digits[0][1] if block else x.local[dim]
+    unit, unit_there = x.local[dim] // blocks, x.global_shape[dim] // blocks
+    found = []
+    for shape, global_shape in step.results:
+        count = global_shape[dim] // unit_there
+        if (shape[dim], global_shape[dim]) != (count * unit, count * unit_there):
+            raise UnrelatedError(
+                f"a part has {shape[dim]} entries of dim {dim} on a rank and {global_shape[dim]} "
+                f"on one device, where {unit} stand for {unit_there}",
+                NUMBER,
+            )
+        part = tuple(merged([(None, count), *block]))
+        found.append(Sharded((*x.dims[:dim], part, *x.dims[dim + 1 :])))
+    return found
 
 
 def diagonal(step: Step) -> list[Sharded]:

@@ -49,6 +49,11 @@ def assign_targets(x: Tensor, at: Tensor, values: Tensor) -> Tensor:
     return x
 
 
+def gated(x: Tensor) -> Tensor:
+    first, gate, up = x.flatten(1).chunk(3, 1)
+    return first + gate.sin() * up
+
+
 def masked(x: Tensor, mask: Tensor) -> Tensor:
     x = x.clone()
     x[mask] = 0.5
@@ -164,6 +169,12 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     ),
     "diagonals": (lambda x: x.diagonal(0, 1, 2).cos(), (X,), (P("a"),), P("a")),
     "windows": (lambda x: x.unfold(1, 3, 2).sin(), (X,), (P("a", None, "b"),), P("a", None, "b")),
+    "parts, each of which is sharded": (
+        gated,
+        (numbers(4, 3, 8),),
+        (P(None, None, "a"),),
+        P(None, "a"),
+    ),
     "chunks": (lambda x: sum(x.chunk(3, 1), x[:, :2]), (X,), (P("a"),), P("a")),
     "searched": (
         lambda x: torch.searchsorted(torch.linspace(-1.0, 1.0, 5, dtype=x.dtype), x),
@@ -214,6 +225,13 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (P("a"),),
         P("a"),
         "it joins other items of a sharded dim than all, in order",
+    ),
+    "parts of blocks that are sharded": (
+        lambda x: torch.mul(*x.flatten(1).chunk(2, 1)),
+        (numbers(4, 3, 8),),
+        (P(None, None, "a"),),
+        P(None, "a"),
+        "a part has 6 entries of dim 1 on a rank and 12 on one device, where 4 stand for 8",
     ),
     "chunks of shards": (
         lambda x: torch.cat(x.chunk(2)[::-1]),
