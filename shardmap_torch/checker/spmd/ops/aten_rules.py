@@ -5,6 +5,7 @@ sharding propagation.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -201,6 +202,24 @@ def einsum(equation: str) -> Rule:
     return rule
 
 
+def _grouped_products(step: Step) -> list[Sharded]:
+    """Propagates products of groups of rows, or of columns, whose ends each rank must have."""
+    first, second = step.arguments["self"], step.arguments["mat2"]
+    offsets = step.arguments["offs"]
+    letters = _GROUPED.get((len(first.dims), len(second.dims)))
+    if letters is None or (offsets is not None and axes_of(offsets.dims[0])):
+        raise UnrelatedError("it divides a sharded dim into groups", WRAP)
+    pair = replace(step, arguments={"self": first, "mat2": second})
+    [product] = einsum(letters)(pair)
+    groups = len(step.results[0][1]) - len(product.dims)
+    added = tuple(map(unsharded, step.results[0][1][:groups]))
+    return [replace(product, dims=(*added, *product.dims))]
+
+
+_GROUPED: Final = {(2, 3): "Mk,Gkn->Mn", (2, 2): "mK,Kn->mn", (3, 3): "gmk,gkn->gmn"}
+"""Products of groups by the numbers of dims; of two matrices each group gives one more."""
+
+
 def _distances(step: Step) -> list[Sharded]:
     """Propagates distances of points, all coordinates of which each rank must have."""
     rank, *others = {len(x.dims) for x in step.shards}
@@ -269,6 +288,7 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (einsum("bmk,bkn->bmn"), "bmm baddbmm"),
         (einsum("mk,k->m"), "mv addmv"),
         (einsum("k,k->"), "dot vdot"),
+        (_grouped_products, "_grouped_mm"),
     )
     for op in overloads(names)
 }
