@@ -10,7 +10,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Kind:
-    """How a module multiplies by its weight.
+    """The way a module multiplies by its weight.
 
     Attributes:
         outputs: the dim of the weight that the output has.

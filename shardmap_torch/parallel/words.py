@@ -23,7 +23,7 @@ from shardmap_torch.parallel.styles import (
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter is sharded: along a dim, each of its equal parts by itself.
+    """The sharding of a parameter: along a dim, each of its equal parts by itself.
 
     Attributes:
         dim: the dim, counted from the front or the end.
@@ -36,7 +36,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Word:
-    """What a style string means.
+    """The meaning of a style string.
 
     Attributes:
         style: the style of a module of this name.
