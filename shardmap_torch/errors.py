@@ -36,7 +36,7 @@ class ShardTypeError(ShardMapError):
 
     Attributes:
         findings: every single problem, where the message groups them.
-        rejection: what the checker knows beside the text; see `checker/ir/rejections.py`.
+        rejection: what the checker knows beside the text; see `checker/ir/repairs.py`.
     """
 
     findings: tuple[str, ...] = ()

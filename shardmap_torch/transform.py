@@ -24,7 +24,7 @@ from shardmap_torch.boundary.matching import (
     place_arguments,
 )
 from shardmap_torch.checker.api import shapes_of, stand_ins
-from shardmap_torch.checker.ir.rejections import rejection_of
+from shardmap_torch.checker.ir.repairs import rejection_of
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.autograd import is_transformed

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from shardmap_torch.checker.verify import search
+from shardmap_torch.checker.verify import verdict
 from tests.support.fuzzing import FUZZ
 from tests.support.pool import Gloo, Pool
 
@@ -20,7 +20,7 @@ hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tests")
 
 
-_TRIES: Final = search._TRIES
+_TRIES: Final = verdict._TRIES
 
 # Folders whose tests run programs from end to end, and modules that try each row of a table.
 SLOW: Final = {
@@ -71,14 +71,14 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session", autouse=True)
 def few_repairs() -> Iterator[None]:
     """Tries few repairs of rejected programs: each costs as much as the check."""
-    with mock.patch.object(search, "_TRIES", 2):
+    with mock.patch.object(verdict, "_TRIES", 2):
         yield
 
 
 @pytest.fixture
 def repairs() -> Iterator[None]:
     """Tries as many as outside of tests."""
-    with mock.patch.object(search, "_TRIES", _TRIES):
+    with mock.patch.object(verdict, "_TRIES", _TRIES):
         yield
 
 

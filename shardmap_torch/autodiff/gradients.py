@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardmap_torch.autodiff.batched import ranks_of
 from shardmap_torch.backends.vmap import markers_of
-from shardmap_torch.checker.adjoint import adjoint_of_ranks
+from shardmap_torch.checker.queries import adjoint_of_ranks
 from shardmap_torch.collectives.autograd import is_transformed, reject_second_derivative
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope

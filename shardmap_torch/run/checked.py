@@ -16,7 +16,7 @@ import torch
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.cache_key import CapturedState, Signature, signature, split
 from shardmap_torch.checker.guards.monitor import Departure, Difference, DryMonitor
-from shardmap_torch.checker.interpreter.state import closed_over_outer
+from shardmap_torch.checker.interpreter.interpreter import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes.history import History

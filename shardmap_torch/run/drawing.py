@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.rank import RankBackend
-from shardmap_torch.checker.calls.draws import DRAW
+from shardmap_torch.checker.interpreter.result_types import DRAW
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Monitor, Redraws

@@ -4,11 +4,11 @@ torch has such a memory too, which takes as long as all else in a check: it make
 of every operand, and knows a view at another offset of its storage for another call. Here a call is
 known by its operation, its arguments that are no tensors, and the shape, strides, dtype and device
 of each that is one; the offset of a view is relative to its operand's. All that is remembered of
-calls has this key, results here and types in `remembered`.
+calls has this key: layers of a network are the same calls, over and over.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.rules.infer import is_real, signature_of, tensors_of
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
@@ -78,16 +78,35 @@ class _Made:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
-    """The results of a call, up to their values; `container` is the type of their list, if any.
+    """All that is known of the calls with one key.
 
     What a call without tensors returns, such as a dtype, is `value`; then there are no items.
+
+    Attributes:
+        container: the type of the list of results, if any.
+        items: the results, up to their values.
+        value: the result that is no tensor.
+        number: tells it from others, once `interpreter.recall` may type such calls alike.
+        op: the overload; kept, so that its address stays its own.
+        name: the name of their equations.
+        literals: the arguments that are no tensors, by name.
+        operands: for each operand, in the order of equations, the name and the position.
+        is_view: whether all results are views of operands.
+        is_real: whether some results can have gradients.
     """
 
     container: type | None
     items: tuple[_Made | None, ...]
     value: Any = None
+    number: int | None = field(default=None, compare=False, repr=False)
+    op: OpOverload | None = field(default=None, compare=False, repr=False)
+    name: str = field(default="", compare=False, repr=False)
+    literals: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
+    operands: tuple[tuple[str, int], ...] = field(default=(), compare=False, repr=False)
+    is_view: bool = field(default=False, compare=False, repr=False)
+    is_real: bool = field(default=False, compare=False, repr=False)
 
     def tensors(self, out: Any) -> list[FakeTensor]:
         """Lists the tensors of a result that was made of this."""
@@ -418,6 +437,35 @@ def _fills(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
 def described(call: CallLookup) -> Result | None:
     """Returns what is known of the result of calls like this one."""
     return _RESULTS.find(call.key)
+
+
+def describe_call(
+    call: CallLookup, op: OpOverload, literals: tuple[tuple[str, Any], ...], args: Sequence[Any]
+) -> Result | None:
+    """Adds to what is known of a call how equations show it; None where that says not all."""
+    result = described(call)
+    items = () if result is None else result.items
+    views = {item is not None and item.operand is not None for item in items}
+    if result is None or None in items or len(views) > 1:
+        return None
+    if not items and result.container is not None:
+        return None
+    result.number, result.op, result.literals = next(_COUNT), op, literals
+    result.name = op._schema.name.split("::")[1]
+    result.operands, result.is_view = tuple(_named(op, args)), True in views
+    result.is_real = any(item is not None and is_real(item.dtype) for item in items)
+    return result
+
+
+def _named(op: OpOverload, args: Sequence[Any]) -> list[tuple[str, int]]:
+    """Returns name and position of each operand, in the order of `name_arguments`."""
+    signature, at = signature_of(op), 0
+    found: dict[str, list[tuple[str, int]]] = {name: [] for name in signature.defaults}
+    for name, value in zip(signature.names, args, strict=False):
+        places = range(at, at + len([*tensors_of(value)]))
+        found[name] = [(name, place) for place in places]
+        at += len(places)
+    return [each for places in found.values() for each in places]
 
 
 def make(mode: FakeTensorMode, result: Result, operands: Sequence[FakeTensor]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, NoReturn
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter.state import kept
+from shardmap_torch.checker.interpreter.interpreter import kept
 from shardmap_torch.checker.ir.outcomes import Crossing
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note, Reruns
 from shardmap_torch.core.functorch import base_of

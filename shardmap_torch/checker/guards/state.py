@@ -16,13 +16,12 @@ from functools import _lru_cache_wrapper, cached_property, partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shardmap_torch.checker.guards.code import Origins, imported_by, module_of, names_in
-from shardmap_torch.checker.guards.constants import CONSTANTS
 from shardmap_torch.checker.guards.holders import (
     ABSENT,
     Holder,
@@ -41,6 +40,36 @@ from shardmap_torch.core.torch_private.engine import (
     tensor_guard,
 )
 from shardmap_torch.errors import ShardTypeError
+
+X = TypeVar("X")
+
+CONSTANTS: dict[int, Any] = {}
+"""Objects that are declared constant, by their ids."""
+
+
+def assume_constant(value: X) -> X:
+    """Declares that an object, and all that it refers to, never changes.
+
+    Before each call of a checked function the data that its code refers to is compared with that of
+    the check, and a check undoes what it changes of it. A data set can be left out, or a log that a
+    body writes and never reads. The promise is not verified: a change of a constant leaves an old
+    verdict in force.
+
+    Args:
+        value: any object; it is kept alive.
+
+    Returns:
+        The object itself.
+
+    Source: `torch.compiler.assume_constant_result`.
+
+    Example:
+        >>> from shardmap_torch import assume_constant
+        >>> vocabulary = assume_constant({f"token {i}": i for i in range(50_000)})
+    """
+    CONSTANTS[id(value)] = value
+    return value
+
 
 PLAIN: Final = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
 """Types of values that are compared by value."""

@@ -1,35 +1,448 @@
 """Interpreter: types every ATen operation of a body, run on fake tensors."""
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.interpreter.state import TypeStore
-from shardmap_torch.checker.ir.observer import UNOBSERVED
+from shardmap_torch.checker.calls.fake_results import address_of, fake_mode
+from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.outcomes import Asserted, Traits
-from shardmap_torch.checker.ir.paths import Branches, Failing
-from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import Repair, Spot
-from shardmap_torch.checker.ir.symbolic import Numbers
-from shardmap_torch.checker.rules.infer import (
-    Types,
-    is_real,
+from shardmap_torch.checker.ir.paths import Branches, Failing, Numbers
+from shardmap_torch.checker.ir.program import (
+    CLOSED_OVER,
+    Equation,
+    StorageType,
+    Use,
+    use_of,
+    varying,
 )
+from shardmap_torch.checker.ir.repairs import Repair, Spot
+from shardmap_torch.checker.rewrites.copies import Copies
+from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
+from shardmap_torch.core.closures import name_in
+from shardmap_torch.core.functorch import Token, base_of, outer_grad_mode
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    FakeTensor,
     current_autograd_node,
+    functorch,
     sequence_number,
 )
+from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import AxisType, I, K, R
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def closed_over_outer(name: str, does: str, tensor: str | None = None) -> TransformError:
+    """Makes the error of closing over a tensor of a transform around the call."""
+    site = call_site()
+    at = "" if site is None else f", at {site}"
+    return TransformError(
+        f"{name}: the body closes over {tensor or 'a tensor'}, which a torch.func transform "
+        f"outside {does}{at}. Pass it as an argument, with a spec of its own."
+    )
+
+
+def kept(does: str) -> ShardTypeError:
+    """Makes the error of a fake tensor that is used after its check has ended."""
+    return ShardTypeError(
+        f"{does} a tensor that has no data: it was kept when the body was checked, as in a cache "
+        "that is filled in it.\n"
+        "Fix: fill the cache before the first call, or compute its value in each."
+    )
+
+
+Outcome: TypeAlias = tuple[Sequence[Types], frozenset[int]]
+"""Types and batched axes of the results of a call."""
+
+
+class Remembered:
+    """The types of calls of one interpretation that may come again.
+
+    Attributes:
+        outcomes: those of results, by what is known of the call, the types of its operands, and all
+            else on which they depend.
+    """
+
+    def __init__(self) -> None:
+        self._types: dict[int, tuple[Types, int, int]] = {}
+        self._by_value: dict[Types, int] = {}
+        self.outcomes: dict[tuple[Any, ...], Outcome] = {}
+
+    def number_of(self, types: Types) -> tuple[Types, int, int]:
+        """Returns the types, a number for them, and one for them with K in place of I and R."""
+        known = self._types.get(id(types))
+        if known is None:
+            free = tuple(K if each in (I, R) else each for each in types)
+            number, freed = (
+                self._by_value.setdefault(t, len(self._by_value)) for t in (types, free)
+            )
+            # Kept with what it is known by, so that no other tuple gets its address.
+            known = self._types[id(types)] = types, number, freed
+        return known
+
+
+class TypeStore:
+    """The types of all tensors of one interpretation, which views of one storage share.
+
+    Attributes:
+        is_paused: whether the code that runs now is not the body's.
+        running: the backwards that the checker has started, and that run.
+        switches: in code that a checkpoint runs for the first time, and no gradients are recorded,
+            what gradients have been switched to in it; else None.
+    """
+
+    def __init__(self, name: str, axes: Sequence[str], env: "ShapeEnv | None") -> None:
+        """Starts without tensors; `name` is that of the body in errors."""
+        self.name, self.axes = name, axes
+        self.fake = fake_mode(env)
+        self.observer: Observer = UNOBSERVED
+        self.body: Callable[..., Any] | None = None
+        self.closures: dict[int, Tensor] = {}
+        self.copies = Copies()
+        self.types_by_storage: dict[int, StorageType] = {}
+        self.remembered = Remembered()
+        self.is_paused = False
+        self._thread = threading.get_ident()
+        self._applies = False
+        self.ending_levels: frozenset[int] = frozenset()
+        self._differentiated: set[int] = set()
+        self._by_level: dict[int, Token] = {}
+        self.running: list[int] = []
+        self.switches: tuple[bool, ...] | None = None
+        # State of the user's own code that autograd runs; see `user_code`.
+        self.keeps_values = False
+        self.values: dict[tuple[Node, int], Tensor] = {}
+        self.watched: set[Node] = set()
+        self.regions: list[range] = []
+        self.hooked: list[Tensor] = []
+        self._num_tasks = 0
+
+    def forget_nodes(self) -> None:
+        """Drops what has a graph of autograd's, at the end: contexts and hooks in it have this.
+
+        Python's collector does not see through the graph, which would stay alive.
+        """
+        self.values.clear()
+        self.watched.clear()
+        self.hooked.clear()
+        self.copies.forget_tensors()
+
+    def end(self) -> None:
+        """Unties what refers to each other, when all is verified: it is freed without a collector.
+
+        That would go through the equations of a check in the next one.
+        """
+        self.observer.end()
+        self.observer = UNOBSERVED
+        for storage_type in self.types_by_storage.values():
+            storage_type.made = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignores operations in this context: they are not the body's."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def bring(
+        self, tensor: Tensor, types: Types, label: str, read_only: str | None = None
+    ) -> StorageType:
+        """Types a tensor from outside of the body."""
+        storage = base_of(tensor).untyped_storage()
+        storage_type = StorageType(
+            types, None, label, storage, read_only, batched_over=varying(types)
+        )
+        self.types_by_storage[storage._cdata] = storage_type
+        return storage_type
+
+    def bring_like(self, value: Tensor, types: Types, label: str) -> Tensor:
+        """Makes a tensor from outside of the body with the metadata of another."""
+        with self.paused():
+            made = torch.empty_like(value)
+        self.bring(made, types, label)
+        return made
+
+    def retyped(self, tensor: Tensor, types: Types) -> Tensor:
+        """Returns a tensor with these types: itself, or a copy, whose memory no others share."""
+        if self.storage_type(tensor).types == types:
+            return tensor
+        copy = tensor.clone()
+        self.storage_type(copy).types = types
+        return copy
+
+    def known_storage_type(self, tensor: Tensor) -> StorageType | None:
+        """Returns the storage type of a tensor, whatever it may be used for; None for closures."""
+        return self.types_by_storage.get(base_of(tensor).untyped_storage()._cdata)
+
+    def storage_type(self, tensor: Tensor) -> StorageType:
+        """Returns the storage type of a tensor, or of its fake."""
+        if type(tensor) is FakeTensor:
+            # What follows finds the same, at several times the cost.
+            known = self.types_by_storage.get(address_of(tensor))
+            if known is not None:
+                return known
+        storage = self.fakify(base_of(tensor)).untyped_storage()
+        found = self.types_by_storage.get(storage._cdata)
+        if found is None and threading.get_ident() != self._thread:
+            thread = threading.current_thread().name
+            raise TransformError(
+                f"{self.name}: {call_site()} runs on the thread {thread!r} that the body has "
+                "started. What a body does on other threads cannot be checked; do it on the thread "
+                "that runs the body."
+            )
+        if found is None:
+            raise AssertionError(
+                f"{self.name}: a tensor without a type reached {call_site()}; this is a defect of "
+                "shardmap_torch's checker, please report it."
+            )
+        return found
+
+    def flows(self, tensor: Tensor) -> bool:
+        """Returns whether a gradient can flow through a base tensor."""
+        if not is_real(tensor.dtype):
+            return False
+        if torch.is_grad_enabled():
+            if tensor.requires_grad:
+                return True
+        elif self._applies:
+            return False  # the forward of a Function, whose backward is checked instead
+        return any(t.alive and t.level not in self.ending_levels for t in self._tokens(tensor))
+
+    def flows_through(self, tensor: Tensor) -> bool:
+        """Returns whether gradients flow through a tensor, whatever is recorded now."""
+        base = self.base(tensor)
+        with DisableTorchFunction():
+            return base.requires_grad or self.flows(base)
+
+    def levels(self, tensor: Tensor) -> frozenset[int]:
+        """Returns the levels whose gradient flows through a base tensor; 0 is autograd's own."""
+        if not self.flows(tensor):
+            return frozenset()
+        alive = frozenset(t.level for t in self._tokens(tensor) if t.alive) - self.ending_levels
+        return alive | {0} if torch.is_grad_enabled() and tensor.requires_grad else alive
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Marks a context in which a Function is applied under torch.func transforms.
+
+        Its forward runs below them all, with grad mode off. Other code that transforms call, such
+        as the Function's `vmap`, runs in the mode that was on outside of the first of them; where
+        that was off, the two cannot be told apart.
+        """
+        before, self._applies = self._applies, outer_grad_mode()
+        try:
+            yield
+        finally:
+            self._applies = before
+
+    @contextmanager
+    def ending(self, level: int | None) -> Iterator[None]:
+        """Marks a context in which the transform of this level takes its gradient.
+
+        Its own backward is not differentiated by it.
+        """
+        before = self.ending_levels
+        if level is not None:
+            self.ending_levels |= {level}
+        try:
+            yield
+        finally:
+            self.ending_levels = before
+
+    def _tokens(self, tensor: Tensor) -> frozenset[Token]:
+        storage_type = self.types_by_storage.get(address_of(tensor))
+        # A copy made by autograd has no tokens of its own; then those of the storage count.
+        own: frozenset[Token] | None = tensor.__dict__.get("_shardmap_tokens")
+        if storage_type is None:
+            return own or frozenset()
+        return storage_type.tokens if own is None else own | storage_type.written
+
+    def tokens_of(
+        self, tensors: Sequence[Tensor], storage_types: Sequence[StorageType]
+    ) -> frozenset[Token]:
+        """Returns the differentiations that go on and that one of these tensors descends from."""
+        found = frozenset[Token]()
+        for tensor, storage_type in zip(tensors, storage_types, strict=True):
+            own = tensor.__dict__.get("_shardmap_tokens")
+            for tokens in (storage_type.tokens,) if own is None else (own, storage_type.written):
+                if tokens is not found and tokens:
+                    found = found | tokens if found else tokens
+        alive = [token for token in found if token.alive]
+        # The same object, where it can be: what descends from one differentiation shares it.
+        return found if len(alive) == len(found) else frozenset(alive)
+
+    def _token(self, wrapped: Tensor) -> Token:
+        """Returns the token of the transform that an operand belongs to.
+
+        All its operands share one, so that what descends from hundreds of them has one.
+        """
+        level = int(functorch.maybe_get_level(wrapped))
+        known = self._by_level.get(level)
+        # Of two transforms at one level the first has ended.
+        if known is None or known.level != level:
+            known = self._by_level[level] = Token(level)
+        return known
+
+    def mark_differentiated(self, wrapped: Tensor) -> None:
+        """Records an operand of a torch.func transform."""
+        real = base_of(wrapped)
+        self._differentiated.add(id(real))
+        base = self.fakify(real)
+        tokens = self._tokens(base) | {self._token(wrapped)}
+        base._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
+        self.storage_type(base).tokens |= tokens
+
+    def reject_outer(self, args: Sequence[Any]) -> None:
+        """Refuses tensors that a transform outside the body differentiates or batches."""
+        for tensor in (t for value in args for t in tensors_of(value)):
+            if not functorch.is_functorch_wrapped_tensor(tensor):
+                continue
+            base = base_of(tensor)
+            if isinstance(base, FakeTensor) or id(base) in self._differentiated:
+                continue
+            # Transforms in the body may batch a closed-over tensor, at levels of their own.
+            depth = functorch.get_dynamic_layer_stack_depth()
+            differentiates = functorch.is_gradtrackingtensor(tensor)
+            if differentiates or functorch.maybe_get_level(tensor) > depth:
+                raise closed_over_outer(
+                    self.name,
+                    "differentiates" if differentiates else "batches",
+                    name_in(self.body, tensor),
+                )
+
+    def mark_constant(self, tensor: Tensor) -> None:
+        """Records that no gradient flows through this tensor, independent of its storage."""
+        base_of(tensor)._shardmap_tokens = frozenset()  # type: ignore[attr-defined]  # ours
+
+    def types(self, tensor: Tensor) -> Types:
+        """Returns the types of a base tensor as an operand: I and R are K without a gradient."""
+        storage_type = self.storage_type(tensor)
+        if (I in storage_type.types or R in storage_type.types) and not self.is_cotangent(
+            storage_type
+        ):
+            if not self.flows(tensor):
+                return tuple(
+                    K if axis_type in (I, R) else axis_type for axis_type in storage_type.types
+                )
+        return storage_type.types
+
+    def types_of(self, tensor: Tensor) -> Types:
+        """Returns the types of any tensor in the body as an operand."""
+        return self.types(base_of(self.fakify(tensor)))
+
+    def by_axis(self, types: Types) -> dict[str, AxisType]:
+        """Returns types by the names of their axes, in the order of the mesh."""
+        return dict(zip(self.axes, types, strict=True))
+
+    # ------------------------------------------------------------------------ cotangents
+
+    @contextmanager
+    def differentiating(self, seeds: Sequence[Tensor | None]) -> Iterator[None]:
+        """Runs a backward in this context from cotangents that have been checked.
+
+        Values that depend on them keep I and R, also in backwards that custom ones start.
+        """
+        self._num_tasks += 1
+        task = self._num_tasks
+        storage_types = [self.storage_type(seed) for seed in seeds if seed is not None]
+        for storage_type in storage_types:
+            storage_type.tasks |= {task}
+        self.running.append(task)
+        try:
+            yield
+        finally:
+            self.running.remove(task)
+            for storage_type in storage_types:
+                storage_type.tasks -= {task}
+
+    def goes_on(self, seeds: Sequence[Tensor | None]) -> bool:
+        """Returns whether a backward from these cotangents is part of one that runs.
+
+        It is in a custom backward that recomputes its forward, and for the derived backward of the
+        body, whose seeds the checker makes.
+        """
+        return bool(seeds) and all(
+            seed is not None and self.is_cotangent(self.storage_type(seed)) for seed in seeds
+        )
+
+    def is_cotangent(self, storage_type: StorageType) -> bool:
+        """Returns whether a value descends from the cotangents of a backward that runs."""
+        return not storage_type.tasks.isdisjoint(self.running)
+
+    def tasks_of(self, storage_types: Iterable[StorageType]) -> frozenset[int]:
+        """Returns the running differentiations from whose cotangents the storages descend."""
+        if not self.running:
+            return frozenset()
+        return frozenset(
+            task
+            for storage_type in storage_types
+            for task in storage_type.tasks
+            if task in self.running
+        )
+
+    # -------------------------------------------------------------------- fakes of closures
+
+    def base(self, tensor: Tensor) -> Tensor:
+        """Returns the fake of a tensor, without transforms."""
+        return base_of(self.fakify(tensor))
+
+    def fakify(self, tensor: Tensor) -> Tensor:
+        """Returns the fake of a tensor, which may be closed over."""
+        fake: Tensor = self.fakify_value(tensor)
+        return fake
+
+    def fakify_value(self, value: Any) -> Any:
+        """Replaces closed-over tensors by fakes of type K, also in lists."""
+        if type(value) is FakeTensor and value.fake_mode is self.fake:
+            return value
+        if isinstance(value, Tensor):
+            # A transform's tensor wraps a fake, or a closed-over tensor.
+            base = base_of(value)
+            if not isinstance(base, FakeTensor):
+                return self._fakify_tensor(value)
+            if base.fake_mode is not self.fake:
+                raise kept(f"{self.name}: at {call_site()} the body uses")
+            return value
+        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+            return [self.fakify_value(item) for item in value]
+        return value
+
+    def _fakify_tensor(self, real: Tensor) -> Tensor:
+        if type(real) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise ShardTypeError(
+                f"{self.name}: the body closes over a {type(real).__name__} at {call_site()}.\n"
+                "Fix: pass it as an argument."
+            )
+        if real.is_nested or real.is_quantized or real.layout != torch.strided:
+            raise ShardTypeError(
+                f"{self.name}: the body closes over a nested, quantized or sparse tensor at "
+                f"{call_site()}.\nFix: pass it as an argument, as a dense tensor."
+            )
+        # torch reads `.grad`, which is refused in a body.
+        with self.paused(), DisableTorchFunction():
+            fake = self.fake.from_tensor(real)
+        if fake.untyped_storage()._cdata not in self.types_by_storage:
+            label = f"{CLOSED_OVER} {type(real).__name__} of shape {list(real.shape)}"
+            self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
+            self.observer.on_closure(fake, real)
+        if real.requires_grad:
+            self.closures[id(real)] = real
+        return fake
 
 
 class Interpreter(TypeStore):

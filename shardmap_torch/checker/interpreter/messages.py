@@ -6,11 +6,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.rejections import propose, rejected, rejection_of
-from shardmap_torch.checker.ir.repairs import Insert, Op, Repair
+from shardmap_torch.checker.ir.repairs import Insert, Op, Repair, propose, rejected, rejection_of
 from shardmap_torch.checker.rules.infer import Refusal, tensors_of
-from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.checker.rules.reasons import BRANCH, MIXED, branch_advice
+from shardmap_torch.checker.rules.lattice import BRANCH, MIXED, branch_advice, plain
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.source_location import Site

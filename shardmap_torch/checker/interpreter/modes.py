@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from shardmap_torch.checker.interpreter import gradients, proposals, scalars, user_code
+from shardmap_torch.checker.interpreter import custom_functions, gradients, proposals, scalars
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.operations import Operations
@@ -36,7 +36,7 @@ from shardmap_torch.checker.ir.rank_only import (
 )
 from shardmap_torch.checker.ir.sizes import as_numbers
 from shardmap_torch.checker.rewrites.copies import MAY_COPY
-from shardmap_torch.checker.rewrites.table import METADATA, rewritten
+from shardmap_torch.checker.rewrites.functions import METADATA, rewritten
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
 from shardmap_torch.core.autograd_state import graph_nodes
@@ -138,7 +138,7 @@ class _Functions(TorchFunctionMode):
         interpreter = self._interpreter
         if func in METADATA and type(base_of(args[0])) is FakeTensor:
             if interpreter.keeps_values:
-                user_code.remember(interpreter, args)
+                custom_functions.remember(interpreter, args)
             out = func(*args, **(kwargs or {}))
             return out if interpreter.fake.shape_env is None else as_numbers(out)
         kwargs = kwargs or {}
@@ -155,10 +155,10 @@ class _Functions(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is custom_function_call:
-            user_code.meet(self._interpreter, args[0], args)
+            custom_functions.meet(self._interpreter, args[0], args)
             self._interpreter.needs_ranks(without_rule(args[0]))
         if self._interpreter.keeps_values:
-            user_code.remember(self._interpreter, [*args, *kwargs.values()])
+            custom_functions.remember(self._interpreter, [*args, *kwargs.values()])
         if func in UNBATCHED or (
             func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2)))
         ):
@@ -380,9 +380,9 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
     torch.autograd.backward: _several_backward,
-    Tensor.register_hook: user_code.register_hook,
-    Tensor.register_post_accumulate_grad_hook: user_code.register_hook,
-    Tensor.grad_fn.__get__: user_code.read_node,  # type: ignore[union-attr]
+    Tensor.register_hook: custom_functions.register_hook,
+    Tensor.register_post_accumulate_grad_hook: custom_functions.register_hook,
+    Tensor.grad_fn.__get__: custom_functions.read_node,  # type: ignore[union-attr]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
     Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]
     Tensor.grad.__set__: _grad_field,  # type: ignore[union-attr]

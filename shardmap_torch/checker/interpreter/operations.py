@@ -20,17 +20,16 @@ from torch import Tensor
 
 from shardmap_torch.checker.calls.fake_results import CallLookup, forget_written, look_up, run_fake
 from shardmap_torch.checker.interpreter import messages, scalars
+from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.recall import Found, find, learn, repeat
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
-from shardmap_torch.checker.interpreter.user_code import reject_unseen
 from shardmap_torch.checker.ir.decompositions import interpreted
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
 from shardmap_torch.checker.ir.rank_only import rank_only_part
 from shardmap_torch.checker.rewrites import distributed
-from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import (
     Types,
     branches,
@@ -41,9 +40,9 @@ from shardmap_torch.checker.rules.infer import (
     tensors_of,
     writes_of,
 )
-from shardmap_torch.checker.rules.lattice import add, join
-from shardmap_torch.checker.rules.reasons import SIZED_BY_DATA
+from shardmap_torch.checker.rules.lattice import SIZED_BY_DATA, add, join
 from shardmap_torch.checker.rules.registry import MEANINGS, row_of
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import Token

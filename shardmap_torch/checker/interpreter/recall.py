@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.calls.fake_results import SEEN, CallLookup, look_up, make
-from shardmap_torch.checker.calls.remembered import Known, Situation, knowledge
-from shardmap_torch.checker.interpreter.user_code import reject_unseen
+from shardmap_torch.checker.calls.fake_results import (
+    SEEN,
+    CallLookup,
+    Result,
+    describe_call,
+    described,
+    look_up,
+    make,
+)
+from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use
 from shardmap_torch.checker.ir.rank_only import has_saving_hooks, is_rank_only
 from shardmap_torch.checker.rewrites.copies import is_marked
 from shardmap_torch.checker.rules.infer import (
-    Types,
     draws,
     is_in_linear_backward,
     is_real,
@@ -34,7 +40,7 @@ from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
-    from shardmap_torch.checker.interpreter.interpreter import Interpreter
+    from shardmap_torch.checker.interpreter.interpreter import Interpreter, Outcome
 
 _NONE: Final = frozenset[Any]()
 _UNLIKE: Final = frozenset((torch.ops.aten.view.dtype, torch.ops.aten.ones_like.default))
@@ -54,8 +60,8 @@ class Found:
 
     call: CallLookup
     storage_types: list[StorageType]
-    known: Known | None
-    outcome: tuple[Sequence[Types], frozenset[int]] | None
+    known: Result | None
+    outcome: "Outcome | None"
 
 
 def find(
@@ -72,19 +78,18 @@ def find(
         storage_types = [types[seen[2]] for seen in call.seen]
     except KeyError:
         return None
-    found = Found(call, storage_types, interpreter.remembered.calls.get(call.key), None)
-    if found.known is None:
-        return found
-    if found.known.is_view:
-        found.outcome = ((), _NONE)
-    else:
-        found.outcome = found.known.outcomes.get(_situation(interpreter, found, found.known))
+    known = described(call)
+    if known is None or known.number is None:
+        return Found(call, storage_types, None, None)
+    found = Found(call, storage_types, known, ((), _NONE))
+    if not known.is_view:
+        found.outcome = interpreter.remembered.outcomes.get(_situation(interpreter, found, known))
     return found
 
 
-def _situation(interpreter: "Interpreter", found: Found, known: Known) -> Situation:
-    """Returns the types of the operands, as they are read, and the axes that batch them."""
-    situation: list[Any] = []
+def _situation(interpreter: "Interpreter", found: Found, known: Result) -> tuple[Any, ...]:
+    """Returns the call, the types of its operands as they are read, and what batches them."""
+    situation: list[Any] = [known.number]
     number_of = interpreter.remembered.number_of
     for tensor, storage_type in zip(found.call.tensors, found.storage_types, strict=True):
         _, number, freed = number_of(storage_type.types)
@@ -112,13 +117,12 @@ def learn(
     if signature_of(op).branches or is_in_linear_backward():
         return
     equation = interpreter.equations[-1]
-    known = found.known or knowledge(found.call, op, equation.literals, args)
-    if known is not None:
-        interpreter.remembered.calls[found.call.key] = known
+    known = found.known or describe_call(found.call, op, equation.literals, args)
     if known is not None and not known.is_view:
         made = [use.storage_type for use in equation.results]
         outcome = [each.types for each in made], made[0].batched_over if made else _NONE
-        known.outcomes[_situation(interpreter, found, known)] = outcome
+        situation = _situation(interpreter, found, known)
+        interpreter.remembered.outcomes[situation] = outcome
 
 
 def repeat(
@@ -138,7 +142,7 @@ def repeat(
             reject_unseen(interpreter, name_of_own)
         site, backward = interpreter.site()
     call, storage_types = found.call, found.storage_types
-    out = make(interpreter.fake, known.result, call.tensors)
+    out = make(interpreter.fake, known, call.tensors)
     uses = []
     for name, at in known.operands:
         storage_type, (*_, shape, dtype) = storage_types[at], call.seen[at]
@@ -146,7 +150,7 @@ def repeat(
         uses.append(Use(name, storage_type, storage_type.types, dtype, shape, number))
     equation = Equation(known.name, tuple(uses), (), site, backward)
     equation.literals = known.literals
-    _store(interpreter, equation, found, known.result.tensors(out))
+    _store(interpreter, equation, found, known.tensors(out))
     interpreter.add(equation)
     if interpreter.copies.any and known.is_view and any(map(is_marked, call.tensors)):
         interpreter.copies.follow(interpreter, {"": call.tensors}, [], out, True)

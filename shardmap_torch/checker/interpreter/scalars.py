@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.result_types import result_types
+from shardmap_torch.checker.ir.paths import SymbolicNumber
 from shardmap_torch.checker.ir.program import Equation, use_of
-from shardmap_torch.checker.ir.symbolic import SymbolicNumber
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.core.torch_private.engine import OpOverload

@@ -9,7 +9,8 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn, TypeVar
+from types import FunctionType
+from typing import Any, Final, NoReturn, TypeVar
 
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -218,3 +219,261 @@ def every_path(name: str, run: Callable[[Branches], T]) -> list[T]:
         answers = [branch.holds for branch in branches.taken]
         pending += [(*answers[:i], False) for i in range(len(prefix), len(answers))]
     return results
+
+
+_KNOWN: Final = (int, float)
+_KEEP: Final = (
+    "keep it a tensor, or pass a static argument: sizes, positions and numbers of steps must not "
+    "depend on the data."
+)
+
+
+class Numbers:
+    """The symbolic numbers of one interpretation.
+
+    Attributes:
+        any: whether there are any.
+        sites: the user's line for each, in the order in which they were made, which decides the
+            stand-ins.
+    """
+
+    def __init__(self, branches: Branches) -> None:
+        """Starts without numbers; `branches` decides the outcome of their comparisons."""
+        self.branches = branches
+        self.any = False
+        self.sites: dict[str, Site | None] = {}
+        self._by_source: dict[Any, SymbolicNumber] = {}
+        self._by_text: dict[str, SymbolicNumber] = {}
+        self._texts: dict[Any, str] = {}
+
+    def take(self, source: Any, number_type: type) -> "tuple[SymbolicNumber, bool]":
+        """Returns the number of `source`, and whether it is a new one."""
+        known = self._by_source.get((source, number_type))
+        if known is not None:
+            return known, False
+        number = self.make(f"#{len(self._by_source) + 1}", number_type)
+        self._by_source[source, number_type] = number
+        return number, True
+
+    def make(self, text: str, number_type: type) -> "SymbolicNumber":
+        """Returns the number with that text; equal texts are equal numbers."""
+        self.any = True
+        if text not in self._by_text:
+            # Not 0 or 1, and between them for functions that require it, such as dropout.
+            count = len(self._by_text) + 1
+            stand_in = 0.5 + count / 2**20 if number_type is float else 100 + count
+            self._by_text[text] = SymbolicNumber(self, text, number_type, stand_in)
+            self._texts[stand_in] = text
+            self.sites[text] = call_site()
+        return self._by_text[text]
+
+    def shown(self, value: Any) -> Any:
+        """Returns a literal of an operation, with the names of numbers in place of stand-ins."""
+        if type(value) in _KNOWN and value in self._texts:
+            return self._texts[value]
+        if isinstance(value, list | tuple) and self.any:
+            return f"[{', '.join([str(self.shown(item)) for item in value])}]"
+        return value
+
+    def stand_ins(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns a torch function's arguments with stand-ins for numbers; None if it takes none.
+
+        Raises:
+            ShardTypeError: the function might depend on the value.
+        """
+        types: set[type] = set()
+        values = [_stand_in(value, types) for value in args]
+        named = {name: _stand_in(value, types) for name, value in kwargs.items()}
+        if not types:
+            return None
+        name = getattr(func, "__name__", str(func))
+        place = args[1] if name == "__setitem__" else None
+        if not _takes(func, name, types) or isinstance(place, SymbolicNumber):
+            self.branches.refuse(
+                f"{name} gets a number that is taken from a tensor, and may depend on its value.",
+                _KEEP,
+            )
+        return values, named
+
+
+def _stand_in(value: Any, types: set[type]) -> Any:
+    if isinstance(value, list | tuple):
+        found = [_stand_in(item, types) for item in value]
+        changed = any(map(operator.is_not, found, value))
+        return type(value)(found) if changed else value
+    if type(value) is not SymbolicNumber:
+        return value
+    types.add(value.number_type)
+    return value.stand_in
+
+
+_ARITHMETIC: Final = frozenset(
+    "add addcdiv addcmul as_tensor clamp clamp_max clamp_min clip div divide eq fill float_power"
+    " floor_divide floordiv fmod full full_like ge greater greater_equal gt le lerp less less_equal"
+    " lt masked_fill maximum minimum mod mul multiply ne new_full new_tensor not_equal pow rdiv"
+    " remainder rfloordiv rmod rpow rsub rtruediv scalar_tensor setitem sub subtract tensor"
+    " true_divide truediv where".split()
+)
+"""Functions of values; also with `_`, `__` or `_foreach_` around the name."""
+
+_MORE: Final = frozenset({"dropout"})
+"""Functions written in Python that depend on no float that they take, except to reject it."""
+
+_SHAPING: Final = frozenset({"arange", "range"})
+"""Functions whose results have a shape that depends on a float."""
+
+
+def _takes(func: Any, name: str, types: set[type]) -> bool:
+    if name.strip("_").removeprefix("foreach_") in _ARITHMETIC:
+        return True
+    if isinstance(func, FunctionType):
+        return name in _MORE
+    return types == {float} and name not in _SHAPING
+
+
+def _binary(symbol: str, operation: Callable[[Any, Any], Any]) -> Any:
+    def forward(self: "SymbolicNumber", other: Any) -> Any:
+        return self._combine(symbol, operation, self, other)
+
+    def reflected(self: "SymbolicNumber", other: Any) -> Any:
+        return self._combine(symbol, operation, other, self)
+
+    return forward, reflected
+
+
+def _unary(name: str, operation: Callable[..., Any]) -> Any:
+    def method(self: "SymbolicNumber", *args: Any) -> Any:
+        inner = ", ".join([self.text, *map(str, args)])
+        number_type = type(operation(self.stand_in, *args))
+        return self.owner.make(f"{name}({inner})", number_type)
+
+    return method
+
+
+def _comparison(symbol: str) -> Any:
+    def method(self: "SymbolicNumber", other: Any) -> Any:
+        if type(other) is SymbolicNumber:
+            return self.owner.branches.decide(_order(self, symbol, other))
+        if isinstance(other, _KNOWN):
+            return self.owner.branches.decide(Condition(self.text, self.number_type, symbol, other))
+        return NotImplemented
+
+    return method
+
+
+def _escaping(what: str) -> Any:
+    def method(self: "SymbolicNumber", *others: Any) -> NoReturn:
+        self._escape(what)
+
+    return method
+
+
+_MIRRORED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def _order(a: "SymbolicNumber", symbol: str, b: "SymbolicNumber") -> Condition:
+    """Returns the condition on the order of two numbers: -1, 0 or 1, or none if unordered."""
+    if b.text < a.text:
+        a, symbol, b = b, _MIRRORED.get(symbol, symbol), a
+    number_type = float if float in (a.number_type, b.number_type) else int
+    return Condition(f"order of {a.text} and {b.text}", number_type, symbol, 0)
+
+
+class SymbolicNumber:
+    """A number taken from a tensor; it passes for a float, an int or a bool."""
+
+    def __init__(self, owner: Numbers, text: str, number_type: type, stand_in: float) -> None:
+        """Keeps the text, the Python type and the number that stands in for this one."""
+        self.owner, self.text, self.number_type, self.stand_in = owner, text, number_type, stand_in
+
+    @property  # type: ignore[misc]  # as in unittest.mock: what isinstance asks
+    def __class__(self) -> type:
+        """The Python type, for `isinstance`."""
+        return self.number_type
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Makes torch's functions accept it; the mode that interprets the body comes first."""
+        raise ShardTypeError("A number of an interpreted body is used after its check has ended.")
+
+    def _combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        sides = (a, b)
+        if not all(type(x) is SymbolicNumber or isinstance(x, _KNOWN) for x in sides):
+            return NotImplemented  # a tensor, which takes it with a stand-in
+        texts = [x.text if type(x) is SymbolicNumber else repr(x) for x in sides]
+        values = [x.stand_in if type(x) is SymbolicNumber else x for x in sides]
+        return self.owner.make(f"({texts[0]} {symbol} {texts[1]})", _kind(operation, values))
+
+    __add__, __radd__ = _binary("+", operator.add)
+    __sub__, __rsub__ = _binary("-", operator.sub)
+    __mul__, __rmul__ = _binary("*", operator.mul)
+    __truediv__, __rtruediv__ = _binary("/", operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary("//", operator.floordiv)
+    __mod__, __rmod__ = _binary("%", operator.mod)
+    __pow__, __rpow__ = _binary("**", operator.pow)
+    __neg__ = _unary("neg", operator.neg)
+    __pos__ = _unary("pos", operator.pos)
+    __abs__ = _unary("abs", abs)
+    __round__ = _unary("round", round)
+    __floor__ = _unary("floor", lambda x: int(x // 1))
+    __ceil__ = _unary("ceil", lambda x: int(x // 1))
+    __trunc__ = _unary("trunc", int)
+    __lt__, __le__ = _comparison("<"), _comparison("<=")
+    __gt__, __ge__ = _comparison(">"), _comparison(">=")
+    __eq__, __ne__ = _comparison("=="), _comparison("!=")
+    __divmod__ = __rdivmod__ = _escaping("divmod()")
+    __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __invert__ = _escaping("its bits")
+    __rand__ = __ror__ = __rxor__ = __rlshift__ = __rrshift__ = __and__
+    # Equal numbers must have the same hash, and it is not known which are equal.
+    __hash__ = _escaping("a set or the key of a dict")
+
+    def __getattr__(self, name: str) -> Any:
+        """Rejects attributes that a Python number has and a symbolic one has not."""
+        if hasattr(self.number_type, name):
+            self._escape(f".{name}")
+        raise AttributeError(name)
+
+    def __bool__(self) -> bool:
+        return self.owner.branches.decide(Condition(self.text, self.number_type, "!=", 0))
+
+    def __float__(self) -> float:
+        """Refuses: a plain number could not be tracked."""
+        self._escape("float() or math", "write n * 1.0 in place of float(n)")
+
+    def __int__(self) -> int:
+        self._escape("int()", "write math.trunc(n) in place of int(n)")
+
+    def __index__(self) -> int:
+        """Refuses: a size, a position or a number of steps must not depend on data."""
+        self.owner.branches.refuse(
+            "a number that is taken from a tensor is used as a size, a position or a number of "
+            "steps.",
+            _KEEP,
+        )
+
+    def __complex__(self) -> complex:
+        self._escape("complex()")
+
+    def _escape(self, what: str, advice: str = "") -> NoReturn:
+        self.owner.branches.refuse(
+            f"{what} makes a plain Python number of one that is taken from a tensor.",
+            f"{advice}{', or ' * bool(advice)}compute on the tensor before .item(), whose value "
+            "is tracked through arithmetic, comparisons and branches.",
+        )
+
+    def __format__(self, spec: str) -> str:
+        """Returns its name, in any format."""
+        return str(self)
+
+    def __str__(self) -> str:
+        """Formats it as `<#1>`."""
+        return f"<{self.text}>"
+
+    __repr__ = __str__
+
+
+def _kind(operation: Callable[[Any, Any], Any], values: Sequence[Any]) -> type:
+    try:
+        return type(operation(*values))
+    except (ZeroDivisionError, OverflowError):
+        return float

@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.checker.ir.paths import Numbers
 from shardmap_torch.checker.ir.program import StorageType
-from shardmap_torch.checker.ir.symbolic import Numbers
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward

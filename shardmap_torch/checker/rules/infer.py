@@ -9,9 +9,21 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.lattice import Conflict, Outcome, combine, join, multiply, plain
+from shardmap_torch.checker.rules.lattice import (
+    BITS,
+    BRANCH,
+    INTEGER,
+    UNKNOWN,
+    WRAPPED,
+    Conflict,
+    Outcome,
+    Reason,
+    combine,
+    join,
+    multiply,
+    plain,
+)
 from shardmap_torch.checker.rules.networks import HIDDEN_WRITES
-from shardmap_torch.checker.rules.reasons import BITS, BRANCH, INTEGER, UNKNOWN, WRAPPED, Reason
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.rules.rule import Row
 from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node

@@ -2,9 +2,11 @@
 
 from typing import Final
 
-from shardmap_torch.checker.rules.builders import (
+from shardmap_torch.checker.rules.rule import (
     GRAD,
     SELF,
+    Arguments,
+    Row,
     argument_of,
     each,
     merged,
@@ -12,7 +14,6 @@ from shardmap_torch.checker.rules.builders import (
     product,
     sums,
 )
-from shardmap_torch.checker.rules.rule import Arguments, Row
 
 _OUT: Final = ("grad_out",)
 

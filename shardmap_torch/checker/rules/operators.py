@@ -5,8 +5,17 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from shardmap_torch.checker.rules.builders import GRAD, SELF, ZERO, each, merged, product, sums
-from shardmap_torch.checker.rules.rule import Arguments, Row
+from shardmap_torch.checker.rules.rule import (
+    GRAD,
+    SELF,
+    ZERO,
+    Arguments,
+    Row,
+    each,
+    merged,
+    product,
+    sums,
+)
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 # -------------------------------------------------------------------------------- pointwise

@@ -7,11 +7,10 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch.checker.rules.builders import merged
 from shardmap_torch.checker.rules.networks import ROWS as NETWORKS
 from shardmap_torch.checker.rules.operators import OWN
 from shardmap_torch.checker.rules.operators import ROWS as OPERATORS
-from shardmap_torch.checker.rules.rule import Row
+from shardmap_torch.checker.rules.rule import Row, merged
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError, show
 

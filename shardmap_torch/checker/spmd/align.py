@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from shardmap_torch.checker.rules.builders import overloads
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.core.torch_private.engine import OpOverload
 

@@ -13,7 +13,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.repairs import is_divided
 from shardmap_torch.checker.rules.infer import Refusal, Types, draws, named_tensors, type_results
-from shardmap_torch.checker.rules.reasons import NONLINEAR
+from shardmap_torch.checker.rules.lattice import NONLINEAR
 from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
 from shardmap_torch.checker.spmd.batches.rearranging import rearrange
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import is_factor
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import UnrelatedError, numbers_of_shards
 from shardmap_torch.checker.spmd.ops.advice import multiple
 from shardmap_torch.core.torch_private.engine import OpOverload

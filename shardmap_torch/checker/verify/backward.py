@@ -11,10 +11,10 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.outcomes import Need, Where
-from shardmap_torch.checker.ir.rejections import rejected
+from shardmap_torch.checker.ir.repairs import rejected
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
-from shardmap_torch.checker.verify.boundary_types import enters_as, seeded_as
+from shardmap_torch.checker.verify.request import enters_as, seeded_as
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError

@@ -11,15 +11,13 @@ from shardmap_torch.boundary.casts import apply
 from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.ir.insertions import to_spec
+from shardmap_torch.checker.interpreter.proposals import to_spec
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.outcomes import Cast, Exit, Where
-from shardmap_torch.checker.ir.rejections import propose
-from shardmap_torch.checker.ir.repairs import Insert, Repair, applied, nested
+from shardmap_torch.checker.ir.repairs import Insert, Repair, applied, nested, propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
-from shardmap_torch.checker.verify.boundary_types import promised
-from shardmap_torch.checker.verify.request import Request
+from shardmap_torch.checker.verify.request import Request, promised
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.core.functorch import base_of

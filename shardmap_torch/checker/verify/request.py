@@ -1,16 +1,20 @@
-"""Requests of a check: a call, its strictness, and a reading of what the program leaves open."""
+"""Requests of a check, and the types and shapes of values at its boundary."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.monitor import CheckedStep
 from shardmap_torch.checker.ir.outcomes import Resolved
+from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.checker.ir.repairs import Repair
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.collectives.protocol import Readings
 from shardmap_torch.core.source_location import Site
-from shardmap_torch.types import AxisType, I, K, R, V
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.spec import P
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
 
 Strictness: TypeAlias = Literal["local", "global"] | frozenset[str]
 """A set has the axes over which it is "global"; over the others it is "local"."""
@@ -77,3 +81,58 @@ class Request:
     resolved: Resolved = field(default_factory=Resolved)
     start: CheckedStep = field(default_factory=CheckedStep)
     met: Met = field(default_factory=Met)
+
+
+def promised(spec: P, axis: str) -> AxisType:
+    """Returns the type that a result's spec promises, before the spec's own conversion."""
+    promise = spec.types.get(axis, I)
+    return I if promise == R else promise  # `exit_casts` has converted R to I
+
+
+def enters_as(spec: P, axis: str, mapped: Sequence[str]) -> AxisType:
+    """Returns the type with which an input enters, before the conversions of the boundary."""
+    axis_type = spec.types.get(axis)
+    if axis_type is None:
+        return K if axis in mapped else I
+    return {"S": V, "P": Partial}.get(axis_type.kind, I)
+
+
+def seeded_as(spec: P, axis: str) -> AxisType:
+    """Returns the type with which the cotangent of a result enters: sharded like the result."""
+    axis_type = spec.types.get(axis, I)
+    return {"S": V, "P": R}.get(axis_type.kind, I)
+
+
+def local_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """Returns the shape of a rank's shard."""
+    found = list(shape)
+    for dim, axes in spec.sharded_dims:
+        found[dim] //= mesh.num_ranks(axes)
+    return tuple(found)
+
+
+def global_shape(shape: tuple[int, ...], spec: P, mesh: Mesh) -> tuple[int, ...]:
+    """Returns the global shape of a value whose shards have this shape."""
+    found = list(shape)
+    for dim, axes in spec.sharded_dims:
+        found[dim] *= mesh.num_ranks(axes)
+    return tuple(found)
+
+
+_COPIES: Final = frozenset({"clone"})
+"""Operations that copy here and may return their operand at run time: `contiguous`, `reshape`."""
+
+
+def input_sharing(result: StorageType) -> int | None:
+    """Returns the position of the input whose memory a result may have at run time.
+
+    Here each conversion gives a storage of its own, since a storage has one type.
+    """
+    while result.leaf is None:
+        made = result.made
+        collective = None if made is None else made.collective
+        is_view = collective is not None and collective.movement.shares
+        if made is None or not (is_view or made.name in _COPIES):
+            return None
+        result = made.operands[0].storage_type
+    return result.leaf

@@ -1,6 +1,6 @@
 """The verdict on a call: all paths through its body, and repairs if one is rejected."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -15,14 +15,12 @@ from shardmap_torch.checker.ir.own_functions import communicating
 from shardmap_torch.checker.ir.paths import every_path
 from shardmap_torch.checker.ir.program import Equation, ProgramPath
 from shardmap_torch.checker.ir.rank_only import keep_scope
-from shardmap_torch.checker.ir.rejections import rejection_of, shortened, with_tried
-from shardmap_torch.checker.ir.repairs import NONE, Repair
+from shardmap_torch.checker.ir.repairs import NONE, Repair, rejection_of, shortened, with_tried
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.merge import differs, resolve, with_replicate
 from shardmap_torch.checker.verify.path import verify_path
 from shardmap_torch.checker.verify.request import Reading, Request, Strictness
-from shardmap_torch.checker.verify.search import find_repair
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.functorch import can_receive_gradient
@@ -31,6 +29,62 @@ from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P
 from shardmap_torch.types import I, K, R
+
+Attempt = Callable[[Call, Repair, Strictness], object]
+"""Checks a call with a repair."""
+
+_TRIES: Final = 8
+"""Maximal number of repairs that are tried: each costs as much as the check itself."""
+
+
+def find_repair(
+    call: Call, error: ShardTypeError, strictness: Strictness, attempt: Attempt
+) -> Repair | None:
+    """Returns the first proposed repair with which a call is accepted, under global strictness too.
+
+    Well-typed is not enough: a sum of updated weights is that, and another program on one device.
+    """
+    stricter = {strictness: None, "global": None}
+    known: set[str] = set()
+    for repair in _proposals(call, error, strictness, attempt) if _TRIES else ():
+        if repair.text in known:
+            continue
+        known.add(repair.text)
+        if all(_remaining(call, repair, each, attempt) is None for each in stricter):
+            return repair
+        if len(known) >= _TRIES:
+            return None
+    return None
+
+
+def _proposals(
+    call: Call, error: ShardTypeError, strictness: Strictness, attempt: Attempt
+) -> Iterator[Repair]:
+    """Yields what was proposed with an error, and then with that of global strictness.
+
+    Only the latter knows how values are sharded, as whoever gathers them has to.
+    """
+    yield from rejection_of(error).proposals
+    stricter = None if strictness == "global" else _remaining(call, NONE, "global", attempt)
+    if stricter is not None:
+        yield from rejection_of(stricter).proposals
+
+
+def _remaining(
+    call: Call, repair: Repair, strictness: Strictness, attempt: Attempt
+) -> ShardTypeError | None:
+    """Returns the error that remains with a repair; None if there is none."""
+    if not set(repair.replicate.values()) <= set(call.mapped):
+        return ShardTypeError(f"{call.name}: specs cannot name axes that inner functions bind.")
+    match = with_replicate(call, frozenset(repair.replicate.items()))
+    try:
+        attempt(replace(call, match=match), repair, strictness)
+    except ShardTypeError as error:
+        return error
+    except Exception as problem:  # the body's own, on shapes that the repair has changed, say
+        return ShardTypeError(f"{call.name}: {problem}")
+    return None
+
 
 Casts = tuple[Collective, ...]
 

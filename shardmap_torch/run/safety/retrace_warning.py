@@ -9,8 +9,7 @@ from types import CodeType
 from typing import Any, Final
 
 from shardmap_torch.checker.guards.cache_key import SplitSignature
-from shardmap_torch.checker.sizes.history import Recheck
-from shardmap_torch.checker.sizes.slots import Slot
+from shardmap_torch.checker.sizes.history import Recheck, Slot
 from shardmap_torch.core.source_location import call_site
 
 LIMIT: Final = 32

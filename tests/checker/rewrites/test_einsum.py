@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import I, P, ShardTypeError, all_reduce, check_program, shard_map
-from shardmap_torch.checker.rewrites.einsum import einsum
+from shardmap_torch.checker.rewrites.functions import einsum
 from tests.checker.support.one_device import RANKS, assert_is_one_device, numbers
 
 HOST: Final[Any] = None

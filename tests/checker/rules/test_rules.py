@@ -14,10 +14,9 @@ import torch
 from torch._ops import OpOverload
 
 from shardmap_torch.checker.rules import registry
-from shardmap_torch.checker.rules.builders import each, merged
 from shardmap_torch.checker.rules.infer import name_arguments, tensors_of
 from shardmap_torch.checker.rules.networks import HIDDEN_WRITES
-from shardmap_torch.checker.rules.rule import Row
+from shardmap_torch.checker.rules.rule import Row, each, merged
 from tests.checker.support.calls import Call, calls_of, every_row, overload, recorded
 from tests.checker.support.loosened import (
     HOLDS,

@@ -26,8 +26,7 @@ from shardmap_torch.checker.rules.infer import (
     tensors_of,
     type_call,
 )
-from shardmap_torch.checker.rules.lattice import Conflict, add
-from shardmap_torch.checker.rules.reasons import BITS, BRANCH, INTEGER
+from shardmap_torch.checker.rules.lattice import BITS, BRANCH, INTEGER, Conflict, add
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 from shardmap_torch.validate.numbers import draw, refute, shifted, total

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.rules.builders import never
-from shardmap_torch.checker.rules.rule import Row, always
+from shardmap_torch.checker.rules.rule import Row, always, never
 
 
 def tensor_names(op: OpOverload) -> list[str]:

@@ -29,7 +29,7 @@ from shardmap_torch import (
     random,
     shard_map,
 )
-from shardmap_torch.checker.verify import search
+from shardmap_torch.checker.verify import verdict
 
 GOLDEN: Final = Path(__file__).parents[2] / "golden" / "other_programs.txt"
 MESH: Final = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
@@ -219,5 +219,5 @@ def messages() -> str:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(search, "_TRIES", 2):  # as many as tests try
+    with mock.patch.object(verdict, "_TRIES", 2):  # as many as tests try
         GOLDEN.write_text(messages())

@@ -144,7 +144,7 @@ def _require_same_call(made_by: Interpreter, found: Found, op: Any) -> None:
     require(f"literals of {op}", known.literals, equation.literals)
     require(
         f"results of {op}",
-        [(item.shape, item.dtype) for item in known.result.items if item is not None],
+        [(item.shape, item.dtype) for item in known.items if item is not None],
         [(use.shape, use.dtype) for use in uses],
     )
     operands = [(n, found.storage_types[at]) for n, at in known.operands]

@@ -22,7 +22,7 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
-from shardmap_torch.checker.verify import search
+from shardmap_torch.checker.verify import verdict
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
 from shardmap_torch.validate.numbers import unequal
@@ -111,7 +111,7 @@ def tried(trial: Trial) -> Finding:
         return Finding(skipped="memory not yet written")
     try:
         leaves = trial.leaves()
-        with patch.object(search, "_TRIES", 0):
+        with patch.object(verdict, "_TRIES", 0):
             check_program(
                 shard_map(forward, mesh=ABSTRACT, in_specs=trial.specs(), out_specs=()), *leaves
             )

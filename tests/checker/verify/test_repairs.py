@@ -25,8 +25,7 @@ from shardmap_torch import (
     shard_map,
     shift,
 )
-from shardmap_torch.checker.ir.rejections import rejection_of, shortened
-from shardmap_torch.checker.ir.repairs import Insert, Repair
+from shardmap_torch.checker.ir.repairs import Insert, Repair, rejection_of, shortened
 from shardmap_torch.optim import adamw
 from tests.checker.support import repair_trials
 from tests.checker.support.rejected import CASES, MESH

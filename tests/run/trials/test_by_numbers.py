@@ -27,7 +27,7 @@ from shardmap_torch import (
     shift,
     value_and_grad,
 )
-from shardmap_torch.checker.verify import search
+from shardmap_torch.checker.verify import verdict
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials import by_numbers
 from tests.programs.support.everywhere import run_on
@@ -514,7 +514,7 @@ def test_the_error_of_what_cannot_be_tried_reads() -> None:
 
     mesh = make_mesh((2,), ("cp",), kind="simulated")
     f = shard_map(rounded, mesh=mesh, in_specs=P("cp"), out_specs=P("cp"), check="global")
-    with mock.patch.object(search, "_TRIES", 0), pytest.raises(ShardTypeError) as caught:
+    with mock.patch.object(verdict, "_TRIES", 0), pytest.raises(ShardTypeError) as caught:
         f(torch.ones(4))
     line = rounded.__code__.co_firstlineno + 1
     moves, rounds = (f"at test_by_numbers.py:{line + later}: " for later in (0, 1))

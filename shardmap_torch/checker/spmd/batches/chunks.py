@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch.checker.rules.builders import overloads
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import (
     EACH,
     Dim,

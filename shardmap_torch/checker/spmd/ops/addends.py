@@ -5,8 +5,8 @@ from fractions import Fraction
 from math import prod
 from typing import Final
 
-from shardmap_torch.checker.rules.builders import overloads
 from shardmap_torch.checker.rules.infer import is_factor
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import NO_AXES, Sums, common_scale, reject_scaled

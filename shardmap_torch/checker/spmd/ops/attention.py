@@ -8,7 +8,7 @@ the queries' in a row. Positions of queries may be sharded where no causal mask 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from shardmap_torch.checker.rules.builders import overloads
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,

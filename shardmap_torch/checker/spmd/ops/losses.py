@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from torch.nn import functional
 
-from shardmap_torch.checker.rules.builders import overloads
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.sharded import Step
 
 _AVERAGES: Final = overloads(

@@ -1,0 +1,399 @@
+"""Torch functions that are interpreted as others: positions that tensors give, einsum, losses.
+
+Their steps are the same whatever the sizes are, so that those of the ranks can be compared with
+those of one device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, wraps
+from inspect import Signature, signature
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch.checker.rewrites.copies import Host
+from shardmap_torch.core.autocasting import autocast_state
+from shardmap_torch.core.torch_private.engine import (
+    TransformType,
+    retrieve_all_functorch_interpreters,
+)
+
+_WHOLE: Final = slice(None)
+_MASKS: Final = (torch.bool, torch.uint8)
+
+
+def read(host: Host, x: Tensor, index: Any) -> Any:
+    """Computes `x[index]`, or NotImplemented where torch needs no number to do so."""
+    parts = _parts_of(index)
+    if any(map(_has_tensor_bounds, parts)):
+        host.numbers.branches.refuse(
+            "the size of a slice whose bounds are tensors depends on data.",
+            "use torch.narrow(x, dim, start, length), whose start may be a tensor; or take all of "
+            "it, and mask.",
+        )
+    if not any(map(_is_number, parts)):
+        return NotImplemented
+    selected, rest = x, list(parts)
+    for position, part in enumerate(rest):
+        if _is_number(part):
+            dim = _dim(x, rest, position)
+            selected = host.copies.pick(host, selected, dim, part.reshape(1))
+            rest[position] = 0
+    return host.copies.remember_pick(selected[tuple(rest)], x, index)
+
+
+def narrow(host: Host, x: Tensor, dim: int, start: Any, length: int) -> Any:
+    """Computes `torch.narrow` from a tensor's number on; NotImplemented for other starts."""
+    if not isinstance(start, Tensor) or type(length) is not int:
+        return NotImplemented
+    return host.copies.pick(host, x, dim, start + torch.arange(length, device=x.device))
+
+
+def write(host: Host, x: Tensor, index: Any, value: Any) -> Any:
+    """Does `x[index] = value`, or returns NotImplemented where torch does it."""
+    parts = _parts_of(index)
+    if any(map(_has_tensor_bounds, parts)):
+        return _write_range(host, x, parts, value)
+    if not all(map(_is_known, parts)):
+        return NotImplemented
+    if any(isinstance(part, Tensor) for part in parts):
+        with host.copies.writing_back(host, x, index, value):
+            _write_at(host, x, parts, value)
+        return None
+    target = x[index]
+    if not isinstance(value, Tensor) or value.ndim > target.ndim:
+        return NotImplemented
+    target.copy_(value)
+    return None
+
+
+def _write_at(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> None:
+    """Writes at the places that tensors of integers or booleans give."""
+    numbers = [part for part in parts if _is_number(part)]
+    indices = [part for part in parts if isinstance(part, Tensor)]
+    if numbers:
+        host.needs_ranks()
+        if len(numbers) < len(indices):
+            host.numbers.branches.refuse(
+                "a write at a position that a number and other tensors give together is not known "
+                "to the checker.",
+                "use index_put.",
+            )
+    basic = [[_WHOLE] * _consumed(part) if isinstance(part, Tensor) else [part] for part in parts]
+    target = x[tuple(part for group in basic for part in group)]
+    places: list[Tensor | None] = []
+    for part in parts:
+        places += _places(part, x.ndim - sum(map(_consumed, parts)))
+    row = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    num_others = target.ndim - sum(map(_consumed, indices))
+    num_dims = num_others + max(1 if part.dtype in _MASKS else part.ndim for part in indices)
+    while row.ndim > num_dims and row.shape[0] == 1:
+        row = row.squeeze(0)
+    torch.ops.aten.index_put_.default(target, places, row)
+
+
+def _write_range(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> None:
+    """Does `x[parts] = value`, where one part is a slice whose bounds are tensors."""
+    at = [place for place, part in enumerate(parts) if _has_tensor_bounds(part)]
+    place, others = at[0], [*parts]
+    bounds, others[place] = parts[place], _WHOLE
+    is_simple = all(p is None or p is Ellipsis or type(p) in (int, slice) for p in others)
+    if len(at) > 1 or bounds.step not in (None, 1) or not is_simple:
+        host.numbers.branches.refuse(
+            "a write between bounds that are tensors is known to the checker beside integers and "
+            "slices only.",
+            "use index_copy, or torch.where with a mask.",
+        )
+    host.needs_ranks()
+    target = x[tuple(others)]
+    after = any(part is Ellipsis for part in others[:place])
+    dim = target.ndim - _count_dims(others[place:]) if after else _count_dims(others[:place])
+    row = torch.as_tensor(value, dtype=target.dtype, device=target.device)
+    behind = target.ndim - 1 - dim
+    length = row.shape[-1 - behind] if row.ndim > behind else 1
+    if length == 1:  # one value everywhere: how many entries there are is not known
+        target.copy_(torch.where(_mask(target, dim, bounds), row, target))
+        return
+    index = torch.arange(length, device=target.device)
+    if bounds.start is not None:
+        index = bounds.start + index
+    if isinstance(bounds.stop, Tensor):
+        index = index + 0 * bounds.stop  # what is written depends on it
+    torch.ops.aten.index_put_.default(target, [None] * dim + [index], row)
+
+
+def _count_dims(parts: Sequence[Any]) -> int:
+    """Counts the result's dims that these parts give; none is a tensor or an ellipsis."""
+    return len([part for part in parts if part is None or isinstance(part, slice)])
+
+
+def _mask(target: Tensor, dim: int, bounds: slice) -> Tensor:
+    """Marks the positions between the bounds, along a dim."""
+    positions = torch.arange(target.shape[dim], device=target.device)
+    limits = [] if bounds.start is None else [positions >= bounds.start]
+    limits += [] if bounds.stop is None else [positions < bounds.stop]
+    inside = limits[0] if len(limits) == 1 else limits[0] & limits[1]
+    mask: Tensor = inside.reshape(-1, *(1,) * (target.ndim - 1 - dim))
+    return mask
+
+
+def _has_tensor_bounds(part: Any) -> bool:
+    """Returns whether a slice begins or ends where a tensor says."""
+    return isinstance(part, slice) and any(
+        isinstance(bound, Tensor) for bound in (part.start, part.stop)
+    )
+
+
+def _places(part: Any, num_free: int) -> list[Tensor | None]:
+    """The entries that `index_put_` takes for one part of an index."""
+    if isinstance(part, Tensor):
+        return [part]
+    if part is Ellipsis:
+        return [None] * num_free
+    return [None] if part is None or isinstance(part, slice) else []
+
+
+def _is_known(part: Any) -> bool:
+    """Returns whether a part of an index is one of those that are written here."""
+    if isinstance(part, Tensor):
+        return part.ndim > 0 or part.dtype not in _MASKS
+    if isinstance(part, slice):
+        return all(bound is None or type(bound) is int for bound in (part.start, part.stop))
+    return part is None or part is Ellipsis or type(part) is int
+
+
+def _dim(x: Tensor, parts: Sequence[Any], position: int) -> int:
+    """The dim that a part of an index is about."""
+    if any(part is Ellipsis for part in parts[:position]):
+        return x.ndim - sum(map(_consumed, parts[position:]))
+    return sum(map(_consumed, parts[:position]))
+
+
+def _consumed(part: Any) -> int:
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    if isinstance(part, Tensor) and part.dtype in _MASKS:
+        return part.ndim
+    return 1
+
+
+def _parts_of(index: Any) -> Sequence[Any]:
+    """The parts of an index, one for each dim or dims that it is about."""
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _is_number(part: Any) -> bool:
+    """Returns whether torch takes the index for a number; uint8 is a mask."""
+    return isinstance(part, Tensor) and part.ndim == 0 and part.dtype not in _MASKS
+
+
+_ELLIPSIS: Final = "..."
+
+_Labels = list[str]
+"""A letter for each dim; what an ellipsis stands for is numbered from the last dim on."""
+
+
+class _InvalidError(Exception):
+    """Raised for an equation that torch refuses, and says why."""
+
+
+def einsum(host: Host, equation: Any, *operands: Any) -> Any:
+    """Computes `torch.einsum`; NotImplemented for lists of dims, and where autocast is on."""
+    tensors = operands[0] if operands and isinstance(operands[0], list | tuple) else operands
+    if not isinstance(equation, str) or not all(isinstance(x, Tensor) for x in tensors):
+        return NotImplemented
+    if not tensors or any(enabled for _, enabled, _ in autocast_state()):
+        return NotImplemented
+    try:
+        labels, kept = _read(equation.replace(" ", ""), [x.ndim for x in tensors])
+    except _InvalidError:
+        return NotImplemented
+    (out, letters), *others = [_diagonal(*pair) for pair in zip(tensors, labels, strict=True)]
+    for at, other in enumerate(others):
+        later = {*kept, *(letter for _, each in others[at + 1 :] for letter in each)}
+        out, letters = _product(out, letters, *other, later)
+    out, letters = _sum(out, letters, {*kept})
+    return _laid_out(out, letters, kept)
+
+
+def _read(equation: str, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
+    """Returns the labels of the dims of each operand, and of the result."""
+    inputs, arrow, output = equation.partition("->")
+    parts = inputs.split(",")
+    if len(parts) != len(ranks):
+        raise _InvalidError
+    labels = [_labels(part, rank) for part, rank in zip(parts, ranks, strict=True)]
+    letters = [letter for each in labels for letter in each]
+    dotted = sorted({each for each in letters if each.isdecimal()}, key=int, reverse=True)
+    once = sorted({each for each in letters if letters.count(each) == 1} - {*dotted})
+    before, dots, after = output.partition(_ELLIPSIS)
+    kept = [*before, *(dotted if dots else ()), *after] if arrow else [*dotted, *once]
+    if len({*kept}) != len(kept) or not {*kept} <= {*letters}:
+        raise _InvalidError
+    return labels, kept
+
+
+def _labels(part: str, rank: int) -> _Labels:
+    before, dots, after = part.partition(_ELLIPSIS)
+    rest = rank - len(before) - len(after)
+    others = [letter for letter in before + after if not letter.isalpha()]
+    if others or rest < 0 or (rest and not dots):
+        raise _InvalidError
+    return [*before, *(str(at) for at in reversed(range(rest))), *after]
+
+
+def _diagonal(x: Tensor, letters: _Labels) -> tuple[Tensor, _Labels]:
+    """Takes the diagonal of dims of the same letter."""
+    for letter in dict.fromkeys(letters):
+        while letters.count(letter) > 1:
+            first = letters.index(letter)
+            second = letters.index(letter, first + 1)
+            x = x.diagonal(dim1=first, dim2=second)
+            others = [each for at, each in enumerate(letters) if at not in (first, second)]
+            letters = [*others, letter]
+    return x, letters
+
+
+def _sum(x: Tensor, letters: _Labels, later: set[str]) -> tuple[Tensor, _Labels]:
+    """Sums over dims whose letters do not come later."""
+    over = [at for at, letter in enumerate(letters) if letter not in later]
+    kept = [letter for letter in letters if letter in later]
+    return (x.sum(over, dtype=x.dtype) if over else x), kept
+
+
+def _product(
+    x: Tensor, x_letters: _Labels, y: Tensor, y_letters: _Labels, later: set[str]
+) -> tuple[Tensor, _Labels]:
+    """Multiplies two operands, and sums over what both have and does not come later."""
+    x, x_letters = _sum(x, x_letters, later | {*y_letters})
+    y, y_letters = _sum(y, y_letters, later | {*x_letters})
+    sizes = dict(zip(y_letters, y.shape, strict=True)) | dict(zip(x_letters, x.shape, strict=True))
+    both = [letter for letter in x_letters if letter in y_letters]
+    summed = [letter for letter in both if letter not in later]
+    expanded = any(sizes[each] != y.shape[y_letters.index(each)] for each in both)
+    if expanded or not summed:
+        order = [*dict.fromkeys([*x_letters, *y_letters])]
+        made = _laid_out(x, x_letters, order) * _laid_out(y, y_letters, order)
+        return _sum(made, order, later)
+    batch = [letter for letter in both if letter in later]
+    left = [letter for letter in x_letters if letter not in both]
+    right = [letter for letter in y_letters if letter not in both]
+    made = torch.bmm(
+        _grouped(x, x_letters, (batch, left, summed)),
+        _grouped(y, y_letters, (batch, summed, right)),
+    )
+    letters = [*batch, *left, *right]
+    if not len(batch) == len(left) == len(right) == 1:
+        made = made.reshape([sizes[letter] for letter in letters])
+    return made, letters
+
+
+def _grouped(x: Tensor, letters: _Labels, groups: Sequence[_Labels]) -> Tensor:
+    """Returns the operand with one dim for each group of letters."""
+    x = x.permute([letters.index(letter) for group in groups for letter in group])
+    if all(len(group) == 1 for group in groups):
+        return x
+    sizes = iter(x.shape)
+    return x.reshape([prod(next(sizes) for _ in group) for group in groups])
+
+
+def _laid_out(x: Tensor, letters: _Labels, order: _Labels) -> Tensor:
+    """Returns a view of the operand with one dim for each letter, in order."""
+    x = x.permute([letters.index(letter) for letter in order if letter in letters])
+    for at, letter in enumerate(order):
+        if letter not in letters:
+            x = x.unsqueeze(at)
+    return x
+
+
+Rewrite = Callable[..., Any]
+
+
+def one_hot(host: Host, x: Tensor, num_classes: int = -1) -> Any:
+    """Computes `one_hot` where a torch.func transform makes torch look for the largest class."""
+    transforms = {transform.key() for transform in retrieve_all_functorch_interpreters()}
+    is_asked = transforms and TransformType.Vmap not in transforms
+    if not is_asked or type(num_classes) is not int or num_classes < 0:
+        return NotImplemented
+    host.needs_ranks()  # torch cannot look where torch.func.vmap batches it
+    classes = torch.arange(num_classes, device=x.device)
+    return (x.unsqueeze(-1) == classes).long()
+
+
+def cross_entropy(
+    host: Host,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Computes a mean with smoothed labels as one of two means; equal where no entry is ignored.
+
+    torch divides by the number of entries that are not ignored, which global strictness cannot
+    follow; it has the targets of each run read.
+    """
+    is_mean = reduction == "mean" and size_average is None and reduce is None
+    if not (label_smoothing and is_mean and weight is None) or target.is_floating_point():
+        return NotImplemented
+    dim = min(1, x.ndim - 1)
+    log_probabilities = x.log_softmax(dim)
+    picked = functional.nll_loss(log_probabilities, target, ignore_index=ignore_index)
+    spread = log_probabilities.mean(dim).mean()
+    return (1 - label_smoothing) * picked - label_smoothing * spread
+
+
+REWRITES: Final[Mapping[Any, Rewrite]] = {
+    Tensor.__getitem__: read,
+    Tensor.__setitem__: write,
+    torch.einsum: einsum,
+    functional.one_hot: one_hot,
+    functional.cross_entropy: cross_entropy,
+    **dict.fromkeys((torch.narrow, Tensor.narrow), narrow),
+}
+
+
+def rewritten(host: Host, func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the function to call in place of `func` with these arguments, which does the same."""
+    rewrite = REWRITES.get(func)
+    if rewrite is None:
+        return func
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {_NAMES.get(name, name): value for name, value in kwargs.items()}
+        try:
+            _signature(rewrite).bind(host, *args, **named)
+        except TypeError:
+            return func(*args, **kwargs)  # torch says what is wrong
+        out = rewrite(host, *args, **named)
+        return func(*args, **kwargs) if out is NotImplemented else out
+
+    return call
+
+
+@lru_cache
+def _signature(rewrite: Rewrite) -> Signature:
+    return signature(rewrite)
+
+
+_NAMES: Final = {"input": "x", "tensor": "x", "self": "x"}
+"""Names of the first argument."""
+
+METADATA: Final = frozenset(
+    (
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("dtype", "shape", "ndim", "itemsize", "nbytes", "layout")
+        ),
+        *(Tensor.numel, Tensor.dim, Tensor.element_size, Tensor.is_floating_point),
+        *(Tensor.is_complex, torch.is_floating_point, torch.is_complex),
+    )
+)
+"""Functions of one tensor that read nothing of its values: most calls that a body makes."""
