@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, lcm
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -21,9 +21,11 @@ from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.monitor import CheckedStep, copied
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use
 from shardmap_torch.checker.ir.sizes import SYMBOLS, Sizes, as_numbers
-from shardmap_torch.checker.sizes.history import Slot
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.torch_private.symbols import Source
+
+if TYPE_CHECKING:  # the history derives such verdicts
+    from shardmap_torch.checker.sizes.history import Slot
 
 
 class NotGeneralError(Exception):
@@ -217,7 +219,7 @@ class General:
         return values
 
 
-def groups_of(slots: Sequence[Slot], seen: Sequence[Numbers]) -> tuple[Group, ...]:
+def groups_of(slots: "Sequence[Slot]", seen: Sequence[Numbers]) -> tuple[Group, ...]:
     """Groups the slots that have differed from call to call by those that were always equal."""
     columns: dict[Numbers, list[int]] = {}
     for at, column in enumerate(zip(*seen, strict=True)):
@@ -241,7 +243,7 @@ def is_large(groups: Sequence[Group], numbers: Numbers) -> bool:
 
 def derive(
     call: Call,
-    slots: Sequence[Slot],
+    slots: "Sequence[Slot]",
     groups: Sequence[Group],
     numbers: Numbers,
     check: Check,
@@ -315,7 +317,7 @@ def _symbol(env: ShapeEnv, number: int, group: Group, numbers: Numbers) -> Any:
 
 def _with_symbols(
     call: Call,
-    slots: Sequence[Slot],
+    slots: "Sequence[Slot]",
     groups: Sequence[Group],
     symbols: Sequence[Any],
     env: ShapeEnv,
