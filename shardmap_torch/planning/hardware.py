@@ -55,15 +55,21 @@ class Hardware:
         return max(computing, step.traffic / self.bandwidth, self.launch)
 
     def sending(self, step: Step, num_ranks: int, here: int) -> float:
-        """Computes the time of a collective as a ring over its ranks, of which a host has `here`.
+        """Computes the time of a collective over ranks of which a host has `here`.
 
-        A ring that has k ranks of each host crosses to the next host over k links at once, and goes
-        no faster than inside one.
+        It is a ring, or a tree for sums so small that its fewer messages count for more. A ring
+        that has k ranks of each host crosses to the next host over k links at once, and goes no
+        faster than inside one.
         """
-        if here == num_ranks:
-            return step.hops * self.latency + step.sent / self.inside
-        rate = self.between if here == 1 else min(self.inside, here * self.between)
-        return step.hops * self.latency_between + step.sent / rate
+        is_inside = here == num_ranks
+        latency = self.latency if is_inside else self.latency_between
+        across = self.between if here == 1 else min(self.inside, here * self.between)
+        bandwidth = self.inside if is_inside else across
+        ring = step.hops * latency + step.sent / bandwidth
+        if step.hops != 2 * (num_ranks - 1):
+            return ring
+        depth = 2 * math.ceil(math.log2(num_ranks))
+        return min(ring, depth * (latency + step.sent / bandwidth))
 
 
 def ranks_per_host(mesh: Mesh, axes: Sequence[str], devices: int) -> int:

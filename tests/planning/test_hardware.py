@@ -7,6 +7,7 @@ import torch
 
 from shardmap_torch import SpecError, make_mesh
 from shardmap_torch.planning import A100, B200, H100, H200, Hardware, read_hardware, this_machine
+from shardmap_torch.planning.dry_run import Step
 from shardmap_torch.planning.hardware import ranks_per_host
 
 
@@ -53,3 +54,13 @@ def test_this_machine_computes_and_copies() -> None:
     assert found.flops[torch.float32] > 1e8
     assert found.bandwidth > 1e8
     assert 0 < found.launch < 1e-3
+
+
+def test_a_small_sum_is_a_tree_and_a_large_one_a_ring() -> None:
+    device = Hardware(
+        "x", {torch.float32: 1.0}, 1, 1.0, inside=10.0, between=1.0, latency=1.0, devices=8
+    )  # fmt: skip
+    small, large = (Step("all_reduce", None, False, sent=n, hops=14) for n in (1, 1000))
+    # Up and down a tree of 8 ranks, 3 deep; 14 messages around a ring.
+    assert device.sending(small, 8, 8) == pytest.approx(6 * (1 + 0.1))
+    assert device.sending(large, 8, 8) == pytest.approx(14 + 100)
