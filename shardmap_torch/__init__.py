@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         mark_sharding,
         redistributions,
     )
+    from shardmap_torch.debug import debug_print
     from shardmap_torch.parallel import (
         ColwiseParallel,
         ParallelStyle,
@@ -93,6 +94,7 @@ else:
             ],
             "parallel",
         ),
+        "debug_print": "debug",
         "match_specs": "spec_patterns",
         "Validation": "validate",
         "validate_rule": "validate",
@@ -151,6 +153,7 @@ __all__ = [
     "check_program",
     "checkpoint",
     "current_mesh",
+    "debug_print",
     "device_put",
     "explain",
     "from_local",

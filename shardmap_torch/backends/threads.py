@@ -61,6 +61,7 @@ class Rendezvous:
         self._inbox: dict[int, Tensor] = {}
         self._failure: BaseException | None = None
         self.forward_level = forward_level()
+        self.at_end: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """Runs `work(rank)` for every rank and returns the results in rank order.
@@ -90,6 +91,9 @@ class Rendezvous:
             for turn in self._turns:  # so that no rank waits for a turn that never comes
                 turn.release()
             raise
+        finally:
+            for callback in self.at_end:
+                callback()
         if self._failure is not None:
             raise self._failure
         return [results[rank] for rank in range(self.mesh.size)]

@@ -1,9 +1,10 @@
-"""The stack of scopes of the bodies that run on this thread; see `collectives.scope`.
+"""What surrounds a body: the scopes of this thread; see `collectives.scope`.
 
 It stands here because meshes, which know no collectives, ask it for the rank of a body.
 """
 
 import threading
+from contextvars import ContextVar
 from typing import Any, Final
 
 
@@ -11,6 +12,9 @@ class _Scopes(threading.local):
     def __init__(self) -> None:
         self.stack: list[Any] = []
 
+
+SILENT: Final[ContextVar[bool]] = ContextVar("silent", default=False)
+"""Whether bodies run for the library's own sake, so that they should not print."""
 
 SCOPES: Final = _Scopes()
 """The scopes of this thread, the innermost last; None is that of code outside of any body."""
