@@ -197,7 +197,7 @@ def _print(head: str, texts: Texts) -> None:
 _WAITING: Final[WeakKeyDictionary[Rendezvous, dict[str, list[dict[int, str]]]]] = (
     WeakKeyDictionary()
 )
-"""What some ranks of a run have printed, and others have not yet."""
+"""Texts of the ranks that have come to a print, while others have not."""
 
 
 def _collect(backend: ThreadBackend, head: str, texts: Texts) -> None:

@@ -1,4 +1,4 @@
-"""What surrounds a body: the scopes of this thread; see `collectives.scope`.
+"""Ambient state of bodies: the scopes of this thread; see `collectives.scope`.
 
 It stands here because meshes, which know no collectives, ask it for the rank of a body.
 """
