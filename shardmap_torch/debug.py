@@ -39,7 +39,7 @@ _LINES: Final = 16
 """Number of different values that are shown."""
 
 _PATIENCE: Final = timedelta(seconds=10)
-"""How long rank 0 of a process group waits for the texts of the others."""
+"""Time that rank 0 of a process group waits for the texts of the others."""
 
 
 def debug_print(name: str, x: X, *, grad: bool = False) -> X:

@@ -87,7 +87,7 @@ gradient of w: float32[2, 1]
 def test_values_and_gradients_of_all_ranks_and_no_other_number(
     simulate: Literal["vmap", "ranks"], outside: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `backward` from outside, and by torch.func around the call."""
+    """Differentiates by `backward` from outside, and by torch.func around the call."""
     f, plain = (shard_map(body, mesh=simulated(simulate), **SPECS) for body in (loss, silent))
     w = W.clone().requires_grad_(outside)
     if outside:

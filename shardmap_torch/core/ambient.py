@@ -14,7 +14,7 @@ class _Scopes(threading.local):
 
 
 SILENT: Final[ContextVar[bool]] = ContextVar("silent", default=False)
-"""Whether bodies run for the library's own sake, so that they should not print."""
+"""True while bodies run for the library's own sake, so that they should not print."""
 
 SCOPES: Final = _Scopes()
 """The scopes of this thread, the innermost last; None is that of code outside of any body."""
