@@ -263,7 +263,7 @@ class _Body:
         self._kinds: Memo[_Bound] = Memo()
         self._out_matches: Memo[Match] = Memo()
         self._checked = Checked(self._name, function, strictness or "local", debug, replay)
-        self._unchecked = Unchecked()
+        self._unchecked = Unchecked(debug)
         self._asked = Asked(self._name, self._call_and_verdict)
         self._root: Root | None = None
         self._lifted: dict[int, CellType] = {}

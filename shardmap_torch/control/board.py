@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from shardmap_torch.core.torch_private.engine import Store
 
@@ -21,8 +21,37 @@ PATIENCE: Final = timedelta(seconds=1)
 
 State: TypeAlias = Literal["runs", "waits", "raised", "broken", "disagrees", "exited"]
 
-Report: TypeAlias = tuple[int, str, str]
-"""The number, line and text of a rank's call in a check that failed."""
+
+class Value(NamedTuple):
+    """A value that must be equal on ranks, as one of them has it.
+
+    Attributes:
+        path: names it.
+        what: its shape, and the like.
+        shard: the shard that it is of a value; empty if it is all.
+        bits: a hash of them.
+        repair: what to do where they differ.
+        site: the line of the call that it is of.
+        is_plain: whether it is a plain tensor, and no copy of a DTensor's shard.
+    """
+
+    path: str
+    what: str
+    shard: str
+    bits: str
+    repair: str
+    site: str
+    is_plain: bool
+
+
+class Report(NamedTuple):
+    """A rank's call in a check that failed: its number, line, text and values."""
+
+    number: int
+    site: str
+    text: str
+    values: Sequence[Value] = ()
+
 
 CHECK: Final = "check"
 """The group of the exchange before each call, of which every rank is a member."""
@@ -85,7 +114,9 @@ def read(text: str) -> Status:
     """Parses the result of `to_json`."""
     raw = json.loads(text)
     raw["members"] = tuple(raw["members"])
-    raw["report"] = None if raw["report"] is None else tuple(raw["report"])
+    if raw["report"] is not None:
+        number, site, text, values = raw["report"]
+        raw["report"] = Report(number, site, text, [Value(*each) for each in values])
     return Status(**raw)
 
 
@@ -183,7 +214,7 @@ class Board:
         reports, end = {self._rank: own}, monotonic() + patience
         while len(reports) < self._size and monotonic() < end:
             for rank, status in self.look(1.0).items():
-                if status.report is not None and status.report[0] == own[0]:
+                if status.report is not None and status.report.number == own.number:
                     reports[rank] = status.report
             self.pause()
         return reports

@@ -7,24 +7,26 @@ at its first collective. So no rank sends what another does not expect, which wo
 numbers, or, where sizes differ, the end of the process by gloo.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch.control.board import CHECK, Board, RankGroup, Status, lacks
+from shardmap_torch.control.board import CHECK, Board, RankGroup, Report, Status, Value, lacks
 from shardmap_torch.control.exchange import Comparison, Exchange
 from shardmap_torch.control.messages import (
+    are_alike,
     describe_error,
     describe_ranks,
     difference,
     ranks_text,
     shorten,
+    unequal_values,
 )
 from shardmap_torch.control.recorder import LENGTH, FlightRecorder, History, usable_folder
 from shardmap_torch.control.waiting import Progress, StuckError, Waiting
@@ -38,6 +40,7 @@ from shardmap_torch.errors import (
     CollectiveMismatchError,
     CommunicationError,
     MeshError,
+    SpecError,
     show_shape,
 )
 
@@ -50,12 +53,50 @@ _REPORTS: Final = 1 << 20
 
 Operand: TypeAlias = tuple[torch.dtype, torch.Size]
 
+_SHARDS: Final = 128
+"""Shards that are compared by one message, of 2 KiB: the buffers of sockets have space for it."""
+
+
+class Values(Protocol):
+    """Values that must be equal on ranks.
+
+    Attributes:
+        is_late: whether to read them would wait for the device, so that the next check does.
+    """
+
+    is_late: bool
+
+    @property
+    def shards(self) -> Sequence[int | None]:
+        """A hash of each shard of which several ranks have a copy; None where this one has none."""
+        ...
+
+    def digest(self) -> int:
+        """Hashes those that all ranks have."""
+        ...
+
+    def kinds(self) -> Iterable[str]:
+        """Yields lines that are equal where they are compared in the same way."""
+        ...
+
+    def rows(self) -> Sequence[Value]:
+        """Describes each for errors."""
+        ...
+
+
+class _Told(NamedTuple):
+    """What a check compares, for errors."""
+
+    text: Callable[[], str]
+    values: Sequence[Values]
+
 
 class Control:
     """One process's view of the run; there is one for the default process group.
 
     Attributes:
         waiting: its waits for other ranks.
+        era: another object after each difference and recovery, which ranks have in common.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -67,7 +108,9 @@ class Control:
         self._history = History(self.recorder)
         self._progress = Progress(self.recorder, self._history)
         self._task = -1
-        self._pending: tuple[Comparison, Callable[[], str]] | None = None
+        self._pending: tuple[Comparison, _Told] | None = None
+        self._late: list[Values] = []
+        self.era = object()
         self._num_reports = 0
         self._everyone = RankGroup(CHECK, tuple(range(self.size)))
         # Other ranks may not read the addresses of an earlier control over this store.
@@ -133,7 +176,14 @@ class Control:
         finally:
             self.in_call = False
 
-    def check(self, digest: int, text: Callable[[], str], doing: str, now: bool) -> None:
+    def check(
+        self,
+        digest: int,
+        text: Callable[[], str],
+        doing: str,
+        now: bool,
+        values: Values | None = None,
+    ) -> None:
         """Starts to compare the history, extended by `digest`, with that of the other ranks.
 
         Args:
@@ -141,42 +191,58 @@ class Control:
             text: makes its text for errors.
             doing: its short description.
             now: waits for the result; else `resolve` does, where there are two ranks.
+            values: those that must be equal on ranks; late ones wait for the next check.
 
         Raises:
             CollectiveMismatchError: the ranks differ.
+            SpecError: they differ in values only.
             CommunicationError: a rank is gone.
         """
         self.resolve()
-        history = self._history.extend(digest)
+        compared, self._late = [*self._late], []
+        if values is not None:
+            (self._late if values.is_late else compared).append(values)
         self._progress.doing = doing
-        try:
-            comparison = self._exchange.begin(self._history.num_checks, history, self.timeout)
-        except RuntimeError as error:
-            self.fail(doing, error)
-        self._pending = comparison, text
+        digest += sum([each.digest() for each in compared])
+        report = _Told(text, compared)
+        self._begin(self._history.extend(digest), report)
+        shards = [shard for each in compared for shard in each.shards]
         # A rank that forwards what it hears must not do anything before that waits for others.
-        if now or len(self._exchange.sources) > 1:
+        if now or shards or len(self._exchange.sources) > 1:
             self.resolve()
+        for start in range(0, len(shards), _SHARDS):
+            _, moves = self._history.extend(0)
+            self._begin((*shards[start : start + _SHARDS], moves), report)
+            self.resolve()
+
+    def _begin(self, numbers: Sequence[int | None], report: "_Told") -> None:
+        """Begins to compare numbers, the last of which is the hash of the collectives."""
+        try:
+            number = self._history.num_checks
+            self._pending = self._exchange.begin(number, numbers, self.timeout), report
+        except RuntimeError as error:
+            self.fail(self._progress.doing, error)
 
     def resolve(self) -> None:
         """Waits for the pending comparison, if there is one.
 
         Raises:
             CollectiveMismatchError: the ranks differ.
+            SpecError: they differ in values only.
             CommunicationError: a rank is gone, or did not come in time.
         """
         if self._pending is None:
             return
-        (comparison, text), self._pending = self._pending, None
+        (comparison, report), self._pending = self._pending, None
         self._progress.rank_group = self._everyone
         doing = f"the check of {self._progress.doing}"
         try:
             self.waiting.wait(comparison)
         except (RuntimeError, StuckError) as error:
             self.fail(doing, error)
-        is_same, is_clean = comparison.are_equal()
-        if not is_same:
-            self._differ(text(), is_clean)
+        are_equal = comparison.are_equal()
+        if not all(are_equal):
+            self._differ(report, is_clean=are_equal[-1])
 
     # The collectives of this rank.
 
@@ -294,26 +360,30 @@ class Control:
         silences = {rank: self._board.silence(rank) for rank in statuses if rank != self.rank}
         return describe_ranks(self.size, statuses, missing, silences, self._board.failure)
 
-    def _differ(self, text: str, is_clean: bool) -> NoReturn:
-        """Posts this rank's text, collects those of the others, and raises their difference."""
+    def _differ(self, told: "_Told", is_clean: bool) -> NoReturn:
+        """Posts this rank's report, collects those of the others, and raises their difference."""
         progress, site = self._progress, call_site()
         # Not that of the check: checks are counted anew after an error, and an old report may be
         # on the board still.
         self._num_reports += 1
-        number, place = self._num_reports, "" if site is None else site.place
-        progress.report = own = number, place, text
+        values = [row for each in told.values for row in each.rows()]
+        text = "\n".join([told.text(), *(line for each in told.values for line in each.kinds())])
+        place = "" if site is None else site.place
+        progress.report = own = Report(self._num_reports, place, text, values)
         self._board.touch()
         limit = min(2 * _GATHER, self.timeout.total_seconds())
-        reports = self._board.reports(own, limit)
-        texts = {rank: report[2] for rank, report in reports.items()}
-        message = difference(progress.call[1], texts, {r: b[1] for r, b in reports.items()})
+        reports, name = self._board.reports(own, limit), progress.call[1]
+        unequal = unequal_values(name, reports) if is_clean and are_alike(reports) else ""
+        message = unequal or difference(name, reports)
         if is_clean:  # no message is in flight, and every rank knows
             self._history.clear()
+            self.era = object()
+            self._late = []
             progress.call = 0, progress.call[1]
             self.recorder.write(self.rank, message)
         else:
             self._break("the ranks have not done the same.", message, disagree=True)
-        raise CollectiveMismatchError(message)
+        raise (SpecError if unequal else CollectiveMismatchError)(message)
 
     # Going on, and ending.
 
@@ -325,7 +395,7 @@ class Control:
         """
         progress = self._progress
         progress.restart()
-        self._pending = None
+        self._pending, self._late, self.era = None, [], object()
         self._board.touch()
         # Others may be waiting for a message still, each for the timeout.
         patience = 2 * self.timeout

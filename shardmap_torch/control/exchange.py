@@ -17,12 +17,19 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from itertools import takewhile
 from time import monotonic
 from typing import Any, Final, NoReturn
 
-_MESSAGE: Final = struct.Struct("<5q")
-"""The number of the comparison, the smallest of each of two values, and the largest of each."""
+_LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+
+
+@cache
+def _message(size: int) -> struct.Struct:
+    """A number of the comparison, the smallest of each value, and the largest of each."""
+    return struct.Struct(f"<{1 + 2 * size}q")
+
 
 _TOKEN: Final = 16
 """Bytes of a secret that a connection starts with, which the store tells the other ranks."""
@@ -84,13 +91,18 @@ class Exchange:
         with suppress(RuntimeError, NotImplementedError):  # every rank that needs it has read it
             store.delete_key(f"{key}/{rank}")
 
-    def begin(self, number: int, values: tuple[int, int], timeout: timedelta) -> "Comparison":
-        """Begins comparison `number` of two values with those of the other ranks.
+    def begin(self, number: int, values: Sequence[int | None], timeout: timedelta) -> "Comparison":
+        """Begins comparison `number` of values with as many of the other ranks.
+
+        A rank that has None for a value takes no part in the comparison of that one.
 
         Raises:
             RuntimeError: a connection is closed.
         """
-        return Comparison(self, _MESSAGE.pack(number, *values, *values), timeout)
+        low = [_HIGHEST if value is None else value for value in values]
+        high = [_LOWEST if value is None else value for value in values]
+        form = _message(len(values))
+        return Comparison(self, form, form.pack(number, *low, *high), timeout)
 
     def send(self, turn: int, message: bytes) -> None:
         """Sends a message of a round."""
@@ -99,8 +111,8 @@ class Exchange:
         except OSError as error:
             raise RuntimeError(f"sending to rank {self._targets[turn]}: {error}") from error
 
-    def receive(self, turn: int, so_far: bytes, seconds: float) -> bytes | None:
-        """Receives a message of a round, of which `so_far` has come.
+    def receive(self, turn: int, so_far: bytes, size: int, seconds: float) -> bytes | None:
+        """Receives a message of a round, of so many bytes, of which `so_far` has come.
 
         Returns:
             The message, or a part of it; None where nothing came in time.
@@ -112,7 +124,7 @@ class Exchange:
             # Not by a timeout of the socket: its error may also be that of a signal handler.
             if not self._polls[turn].poll(seconds * 1e3):
                 return None
-            got = self._in[turn].recv(_MESSAGE.size - len(so_far))
+            got = self._in[turn].recv(size - len(so_far))
         except OSError as error:
             if error.errno is None:  # the handler's
                 raise
@@ -131,8 +143,11 @@ class Exchange:
 class Comparison:
     """A comparison that is under way; its first messages travel while the caller goes on."""
 
-    def __init__(self, exchange: Exchange, message: bytes, timeout: timedelta) -> None:
-        self._exchange, self._message, self._timeout = exchange, message, timeout
+    def __init__(
+        self, exchange: Exchange, form: struct.Struct, message: bytes, timeout: timedelta
+    ) -> None:
+        self._exchange, self._form, self._timeout = exchange, form, timeout
+        self._message = message
         self._turn, self._got, self._end = 0, b"", 0.0
         self._is_completed = False
         self._error: RuntimeError | None = None
@@ -160,10 +175,10 @@ class Comparison:
         if self._end:
             seconds = min(seconds, _until(self._end))
         try:
-            got = self._exchange.receive(self._turn, self._got, seconds)
+            got = self._exchange.receive(self._turn, self._got, self._form.size, seconds)
             if got is not None:
                 self._got = got
-                if len(got) == _MESSAGE.size:
+                if len(got) == self._form.size:
                     self._take(got)
                 return
         except RuntimeError as error:
@@ -177,15 +192,16 @@ class Comparison:
     def _take(self, got: bytes) -> None:
         """Adds what another rank knows, and goes on to the next round."""
         if got != self._message:
-            number, *mine = _MESSAGE.unpack(self._message)
-            other, *theirs = _MESSAGE.unpack(got)
+            number, *mine = self._form.unpack(self._message)
+            other, *theirs = self._form.unpack(got)
             if other != number:
                 raise RuntimeError(
                     f"rank {self._exchange.sources[self._turn]} is at comparison {other}, and this "
                     f"rank at {number}"
                 )
-            low, high = map(min, mine[:2], theirs[:2]), map(max, mine[2:], theirs[2:])
-            self._message = _MESSAGE.pack(number, *low, *high)
+            half = len(mine) // 2
+            low, high = map(min, mine[:half], theirs[:half]), map(max, mine[half:], theirs[half:])
+            self._message = self._form.pack(number, *low, *high)
         self._turn, self._got = self._turn + 1, b""
         if self._turn < len(self._exchange.sources):
             self._exchange.send(self._turn, self._message)
@@ -198,10 +214,12 @@ class Comparison:
         """Returns whether it has ended, or failed."""
         return self._is_completed
 
-    def are_equal(self) -> tuple[bool, bool]:
-        """Returns whether each value is the same on all ranks; call it after `wait`."""
-        _, *low, a, b = _MESSAGE.unpack(self._message)
-        return low[0] == a, low[1] == b
+    def are_equal(self) -> list[bool]:
+        """Returns, after `wait`, whether each value is the same on all ranks that have it."""
+        _, *found = self._form.unpack(self._message)
+        half = len(found) // 2
+        # Where no rank has it, the smallest is still the highest number.
+        return [low >= high for low, high in zip(found[:half], found[half:], strict=True)]
 
 
 def _until(end: float) -> float:

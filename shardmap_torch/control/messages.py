@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from shardmap_torch.control.board import PATIENCE, Status
+from shardmap_torch.control.board import PATIENCE, Report, Status, Value
+from shardmap_torch.errors import listing
 
 
 def describe_error(error: BaseException) -> str:
@@ -82,14 +83,20 @@ def without_sites(text: str) -> str:
     return "\n".join(line.split("  # ")[0] for line in text.splitlines())
 
 
-def difference(name: str, texts: Mapping[int, str], sites: Mapping[int, str]) -> str:
+def are_alike(reports: Mapping[int, Report]) -> bool:
+    """Returns whether all ranks are about to do the same, source locations apart."""
+    return len({without_sites(report.text) for report in reports.values()}) == 1
+
+
+def difference(name: str, reports: Mapping[int, Report]) -> str:
     """Explains the first lines that differ between ranks, source locations apart.
 
     Args:
         name: of the function.
-        texts: the program of each rank, in lines.
-        sites: the line of the user's code at which each rank is.
+        reports: what each rank is about to do.
     """
+    texts = {rank: report.text for rank, report in reports.items()}
+    sites = {rank: report.site for rank, report in reports.items()}
     known = {rank: sites[rank] or "an unknown line" for rank in sorted(sites)}
     places = "; ".join(by_ranks(known, " at "))
     plain = {rank: without_sites(text) for rank, text in texts.items()}
@@ -114,6 +121,35 @@ def difference(name: str, texts: Mapping[int, str], sites: Mapping[int, str]) ->
         "Fix: run the same code with the same Python values on every process. What depends on the "
         "rank inside of a body is the tensor axis_index(axis)."
     )
+
+
+def unequal_values(name: str, reports: Mapping[int, Report]) -> str:
+    """Explains which values differ between ranks that must share them; empty if none does."""
+    copies: dict[tuple[str, str], dict[int, Value]] = {}
+    for rank, report in sorted(reports.items()):
+        for value in report.values:
+            copies.setdefault((value.path, value.shard), {})[rank] = value
+    problems, repairs, site, plain = [], set(), "", False
+    for (path, shard), of_rank in copies.items():
+        first = min(of_rank)
+        other = [rank for rank, value in of_rank.items() if value.bits != of_rank[first].bits]
+        if other:
+            value = of_rank[first]
+            of = f"{shard}, " * bool(shard)
+            problems.append(
+                f"{path}: {value.what}, {of}has other values on {ranks_text(other)} than on rank "
+                f"{first}"
+            )
+            repairs.add(value.repair)
+            site, plain = value.site, plain or value.is_plain
+    if not problems:
+        return ""
+    kind = "a plain tensor is a global value, equal on all processes" if plain else _COPIES
+    head = f"{name}: {kind}, and these are not{site}:"
+    return "\n".join([listing(head, problems), *(f"Fix: {fix}" for fix in sorted(repairs))])
+
+
+_COPIES: Final = "a DTensor is one value, equal on all ranks that have a copy of it"
 
 
 def _first_difference(one: str, two: str) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from shardmap_torch.checker.guards.monitor import Difference
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.control.control import Values
 from shardmap_torch.control.start import call_number, current
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
@@ -100,17 +101,24 @@ def refused(name: str, error: Exception) -> Description:
     return Description(name, f"{name} {why}", zlib.crc32(f"{name} rejected".encode()))
 
 
-def agree(own: Description, departure: Difference | None = None, now: bool = True) -> None:
+def agree(
+    own: Description,
+    departure: Difference | None = None,
+    now: bool = True,
+    values: Values | None = None,
+) -> None:
     """Requires that every process has the same description of a call, at the same step.
 
     Args:
         own: this process's description.
         departure: difference of the newest run from its program; None before it starts.
         now: waits for the others; otherwise the first collective, or the end of the call, does.
+        values: those that must be equal on processes.
 
     Raises:
         CollectiveMismatchError: another process has another description, or waits in a collective;
             shows the first difference, on every process.
+        SpecError: another process has other values.
         CommunicationError: another process is gone.
     """
     control = current()
@@ -121,7 +129,7 @@ def agree(own: Description, departure: Difference | None = None, now: bool = Tru
         difference = f"comes to {departure.found}, where the program has {departure.expected}"
         digest = zlib.crc32(f"{digest} {departure.depth}".encode())
         text, doing = f"{difference}\n{text}", f"{doing}, where it {difference}"
-    control.check(digest, lambda: text, doing, now)
+    control.check(digest, lambda: text, doing, now, values)
 
 
 def on_all_processes(

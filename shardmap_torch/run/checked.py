@@ -32,11 +32,11 @@ from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardT
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
 from shardmap_torch.run.recorded.recordings import Recordings, require_recordable
-from shardmap_torch.run.runtimes import is_simulated, runtime_of
+from shardmap_torch.run.runtimes import is_simulated
+from shardmap_torch.run.safety.equal_values import EqualValues
 from shardmap_torch.run.safety.error_posting import posting_errors
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.run.safety.own_state import own_state, undoing
-from shardmap_torch.run.safety.plain_inputs import PlainInputs
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
 from shardmap_torch.run.safety.step_results import differentiated_once
 
@@ -95,7 +95,7 @@ class Checked:
         self._others: Memo[Verdict | ShardTypeError] = Memo()
         self._changing, self._calls = Changing(name), 0
         self._history = History()
-        self._inputs, self._replay = PlainInputs(debug), replay
+        self._equal, self._replay = EqualValues(debug), replay
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
         """Returns the verdict of a call's signature.
@@ -158,8 +158,6 @@ class Checked:
         departed: Difference | None = None
         for _ in range(_RUNS):
             known = self._agreed(key, call, departed) if compares else self._find(key, call)
-            if compares and departed is None:
-                self._inputs.require_equal(call, partial(runtime_of(call.mesh).gather, call.mesh))
             try:
                 return self._run_once(call, known, run)
             except Departure as departure:
@@ -267,8 +265,9 @@ class Checked:
             with undoing(call, states, is_simulated(call.mesh)) as (undone_call, undone):
                 verdict = check(undone_call)
         torch.clear_autocast_cache()
-        altered = tuple(sorted(undone.altered))
-        return replace(verdict, altered=altered) if altered else verdict
+        altered, read = tuple(sorted(undone.altered)), verdict.traits.closed_over
+        places = [at for at, x in enumerate(self._captured.tensors(call)) if id(x) in read]
+        return replace(verdict, altered=altered, closed_over=tuple(places))
 
     def _agreed(self, key: Signature, call: Call, departure: Difference | None) -> "_Known":
         """Returns the verdict, after or while all processes compare their descriptions of it."""
@@ -281,7 +280,12 @@ class Checked:
         if known.description is None:
             with postponing_full_collections():
                 known.description = describe(call, known.verdict)
-        agree(known.description, departure, now=is_new or departure is not None)
+        control, values = current(), None
+        if control is not None and departure is None:
+            tensors = self._captured.tensors(call) if known.verdict.closed_over else []
+            read = [tensors[at] for at in known.verdict.closed_over]
+            values = self._equal.of(call, control, read)
+        agree(known.description, departure, is_new or departure is not None, values)
         return known
 
     def _stop(self, call: Call, why: tuple[str, str], difference: Difference) -> NoReturn:

@@ -12,7 +12,6 @@ from shardmap_torch.boundary.dtensor import Crossings, Enter, Leave
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind, is_transformed
-from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.tree import Tree, unflatten
 from shardmap_torch.mesh import Mesh
@@ -24,7 +23,6 @@ from shardmap_torch.run.drawing import Drawing, agreed
 from shardmap_torch.run.recorded.recordings import run_process, serves
 from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.spec import P
-from shardmap_torch.types import R, V
 
 has_data: Final = True
 
@@ -114,12 +112,6 @@ def join(mesh: Mesh, spec: P, x: Tensor) -> Tensor:
 def gather_shards(mesh: Mesh, x: Tensor) -> Tensor:
     """Gathers a DTensor to a plain global value, differentiably."""
     return bind(_backend_of(mesh), Enter(mesh, P()), x)
-
-
-def gather(mesh: Mesh, x: Tensor) -> Tensor:
-    """Stacks a plain tensor of each process, in rank order."""
-    collective = Collective("all_gather", V, R, mesh.axis_names)
-    return _backend_of(mesh).run("gather", collective, x.unsqueeze(0))
 
 
 class _Backends:

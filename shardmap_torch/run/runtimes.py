@@ -17,7 +17,7 @@ from shardmap_torch.spec import P
 class Runtime(Protocol):
     """Runs calls on meshes of one kind; each module named in `MODULES` is one.
 
-    `run_local`, `join`, `gather_shards` and `gather` are for `PROCESS_KINDS` only.
+    `run_local`, `join` and `gather_shards` are for `PROCESS_KINDS` only.
 
     Attributes:
         has_data: whether values have data; without data a call returns shapes.
@@ -43,10 +43,6 @@ class Runtime(Protocol):
 
     def gather_shards(self, mesh: Mesh, x: Tensor) -> Tensor:
         """Gathers a DTensor to a plain global value, differentiably; see `full`."""
-        ...
-
-    def gather(self, mesh: Mesh, x: Tensor) -> Tensor:
-        """Stacks a plain tensor of each process, in rank order."""
         ...
 
 

@@ -17,14 +17,17 @@ from shardmap_torch.mesh import PROCESS_KINDS
 from shardmap_torch.run import vmap
 from shardmap_torch.run.agree import Description, agree, describe, is_compared
 from shardmap_torch.run.runtimes import runtime_of
+from shardmap_torch.run.safety.equal_values import EqualValues
 from shardmap_torch.run.safety.error_posting import posting_errors
 
 
 class Unchecked:
     """The unchecked calls of one function, whose specs give all types."""
 
-    def __init__(self) -> None:
+    def __init__(self, debug: bool) -> None:
+        """With `debug` each call compares all its plain inputs."""
         self._descriptions: Memo[Description] = Memo()
+        self._equal = EqualValues(debug)
 
     def run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
         """Runs a call.
@@ -37,9 +40,11 @@ class Unchecked:
         return posting_errors(call.mesh, call.name, lambda: self._compare_and_run(call, run))
 
     def _compare_and_run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
-        if current() is not None:
+        control = current()
+        if control is not None:
             key = _signature(call)
-            agree(self._descriptions.get(key, lambda: describe(call, None)), now=False)
+            known = self._descriptions.get(key, lambda: describe(call, None))
+            agree(known, now=False, values=self._equal.of(call, control))
         return run(call, False)
 
 

@@ -111,6 +111,7 @@ class TypeStore:
         self.observer: Observer = UNOBSERVED
         self.body: Callable[..., Any] | None = None
         self.closures: dict[int, Tensor] = {}
+        self.traits = Traits()
         self.copies = Copies()
         self.types_by_storage: dict[int, StorageType] = {}
         self.remembered = Remembered()
@@ -440,6 +441,7 @@ class TypeStore:
             label = f"{CLOSED_OVER} {type(real).__name__} of shape {list(real.shape)}"
             self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
             self.observer.on_closure(fake, real)
+        self.traits.closed_over.add(id(real))
         if real.requires_grad:
             self.closures[id(real)] = real
         return fake
@@ -461,7 +463,7 @@ class Interpreter(TypeStore):
         self.failing = Failing(branches)
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
-        self.traits, self.is_decomposing = Traits(), False
+        self.is_decomposing = False
         self.function: Any = None
         self._made_by: dict[int, Equation] = {}
         # Of Functions, by node and number, with the axes over which ranks have met in it.

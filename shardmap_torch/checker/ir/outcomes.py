@@ -79,6 +79,7 @@ class Traits:
         takes_gradients: whether it takes gradients by itself.
         averages: whether it averages over shards losses whose targets must not be ignored.
         applies_functions: whether it applies autograd Functions other than collectives.
+        closed_over: the ids of tensors that it reads and that are no arguments.
     """
 
     rank_only: str | None = None
@@ -86,6 +87,7 @@ class Traits:
     takes_gradients: bool = False
     averages: bool = False
     applies_functions: bool = False
+    closed_over: set[int] = field(default_factory=set)
 
     @staticmethod
     def of_all(paths: "Sequence[Traits]") -> "Traits":
@@ -97,6 +99,7 @@ class Traits:
             any(each.takes_gradients for each in paths),
             any(each.averages for each in paths),
             any(each.applies_functions for each in paths),
+            set().union(*[each.closed_over for each in paths]),
         )
 
 

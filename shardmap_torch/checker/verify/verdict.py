@@ -108,6 +108,7 @@ class Verdict:
         sharing: the input whose memory a result may have, by their positions.
         start: the notes of what the body asks of its mesh, with which each run is compared.
         altered: places, among what the body refers to, of what it changes.
+        closed_over: places, among the tensors that the body refers to, of those that it reads.
         refusal: why results cannot be differentiated, where the body is right without that.
         tried: how it was compared with one device by numbers, where its steps cannot be.
     """
@@ -126,6 +127,7 @@ class Verdict:
     start: CheckedStep
     refusal: ShardTypeError | None = None
     altered: tuple[int, ...] = ()
+    closed_over: tuple[int, ...] = ()
     tried: str = ""
 
     def __repr__(self) -> str:
