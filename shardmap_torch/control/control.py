@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.control.board import CHECK, Board, RankGroup, Report, Status, Value, lacks
-from shardmap_torch.control.exchange import Comparison, Exchange
+from shardmap_torch.control.exchange import NONE, Comparison, Exchange
 from shardmap_torch.control.messages import (
     are_alike,
     describe_error,
@@ -62,14 +62,11 @@ class Values(Protocol):
 
     Attributes:
         is_late: whether to read them would wait for the device, so that the next check does.
+        shards: a hash of each shard of which several ranks have a copy; None where this has none.
     """
 
     is_late: bool
-
-    @property
-    def shards(self) -> Sequence[int | None]:
-        """A hash of each shard of which several ranks have a copy; None where this one has none."""
-        ...
+    shards: Sequence[int | None]
 
     def digest(self) -> int:
         """Hashes those that all ranks have."""
@@ -109,7 +106,7 @@ class Control:
         self._progress = Progress(self.recorder, self._history)
         self._task = -1
         self._pending: tuple[Comparison, _Told] | None = None
-        self._late: list[Values] = []
+        self._late: Values | None = None
         self.era = object()
         self._num_reports = 0
         self._everyone = RankGroup(CHECK, tuple(range(self.size)))
@@ -199,27 +196,40 @@ class Control:
             CommunicationError: a rank is gone.
         """
         self.resolve()
-        compared, self._late = [*self._late], []
-        if values is not None:
-            (self._late if values.is_late else compared).append(values)
-        self._progress.doing = doing
-        digest += sum([each.digest() for each in compared])
-        report = _Told(text, compared)
-        self._begin(self._history.extend(digest), report)
-        shards = [shard for each in compared for shard in each.shards]
+        compared = self._compared_now(values)
+        for each in compared:
+            digest += each.digest()
+        self._progress.doing, told = doing, _Told(text, compared)
+        history = self._history.extend(digest)
+        self._begin(history, history, told)
         # A rank that forwards what it hears must not do anything before that waits for others.
-        if now or shards or len(self._exchange.sources) > 1:
+        if now or len(self._exchange.sources) > 1:
             self.resolve()
+        for each in compared:
+            if each.shards:
+                self._compare_shards(each.shards, told)
+
+    def _compared_now(self, values: Values | None) -> Sequence[Values]:
+        """Returns the late values of the check before, and these unless they are late."""
+        late, self._late = self._late, None
+        if values is not None and values.is_late:
+            self._late, values = values, None
+        return [each for each in (late, values) if each is not None]
+
+    def _compare_shards(self, shards: Sequence[int | None], told: "_Told") -> None:
         for start in range(0, len(shards), _SHARDS):
+            pairs = [NONE if x is None else (x, x) for x in shards[start : start + _SHARDS]]
             _, moves = self._history.extend(0)
-            self._begin((*shards[start : start + _SHARDS], moves), report)
+            low, high = zip(*pairs, (moves, moves), strict=True)
+            self.resolve()
+            self._begin(low, high, told)
             self.resolve()
 
-    def _begin(self, numbers: Sequence[int | None], report: "_Told") -> None:
+    def _begin(self, low: Sequence[int], high: Sequence[int], told: "_Told") -> None:
         """Begins to compare numbers, the last of which is the hash of the collectives."""
         try:
             number = self._history.num_checks
-            self._pending = self._exchange.begin(number, numbers, self.timeout), report
+            self._pending = self._exchange.begin(number, low, high, self.timeout), told
         except RuntimeError as error:
             self.fail(self._progress.doing, error)
 
@@ -233,16 +243,15 @@ class Control:
         """
         if self._pending is None:
             return
-        (comparison, report), self._pending = self._pending, None
+        (comparison, told), self._pending = self._pending, None
         self._progress.rank_group = self._everyone
         doing = f"the check of {self._progress.doing}"
         try:
             self.waiting.wait(comparison)
         except (RuntimeError, StuckError) as error:
             self.fail(doing, error)
-        are_equal = comparison.are_equal()
-        if not all(are_equal):
-            self._differ(report, is_clean=are_equal[-1])
+        if comparison.differs and not all(are_equal := comparison.are_equal()):
+            self._differ(told, is_clean=are_equal[-1])
 
     # The collectives of this rank.
 
@@ -378,7 +387,7 @@ class Control:
         if is_clean:  # no message is in flight, and every rank knows
             self._history.clear()
             self.era = object()
-            self._late = []
+            self._late = None
             progress.call = 0, progress.call[1]
             self.recorder.write(self.rank, message)
         else:
@@ -395,7 +404,7 @@ class Control:
         """
         progress = self._progress
         progress.restart()
-        self._pending, self._late, self.era = None, [], object()
+        self._pending, self._late, self.era = None, None, object()
         self._board.touch()
         # Others may be waiting for a message still, each for the timeout.
         patience = 2 * self.timeout

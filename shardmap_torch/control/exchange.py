@@ -8,10 +8,10 @@ it knows to rank r + 2**k, and hears from rank r - 2**k; after the last round it
 and the largest number of all ranks.
 """
 
+import errno
 import json
 import os
 import secrets
-import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,8 @@ from itertools import takewhile
 from time import monotonic
 from typing import Any, Final, NoReturn
 
-_LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+NONE: Final = ((1 << 63) - 1, -(1 << 63))
+"""The smallest and largest value of a rank that has none."""
 
 
 @cache
@@ -59,7 +60,7 @@ class Exchange:
         self.sources = [(rank - step) % size for step in steps]
         self._out: list[socket.socket] = []
         self._in: list[socket.socket] = []
-        self._polls: list[Any] = []
+        self._patience = [0.0] * len(steps)
         try:
             self._connect(store, key, rank, timeout)
         except OSError as error:
@@ -85,23 +86,22 @@ class Exchange:
         for link in (*self._out, *self._in):
             link.settimeout(None)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._polls = [_poll_of(link) for link in self._in]
         for link in self._out:
             link.setblocking(False)  # a rank is at most one comparison ahead: buffers have space
         with suppress(RuntimeError, NotImplementedError):  # every rank that needs it has read it
             store.delete_key(f"{key}/{rank}")
 
-    def begin(self, number: int, values: Sequence[int | None], timeout: timedelta) -> "Comparison":
-        """Begins comparison `number` of values with as many of the other ranks.
+    def begin(
+        self, number: int, low: Sequence[int], high: Sequence[int], timeout: timedelta
+    ) -> "Comparison":
+        """Begins comparison `number` of values, twice the same, with as many of the other ranks.
 
-        A rank that has None for a value takes no part in the comparison of that one.
+        A rank that has no part in the comparison of a value gives `NONE` for it.
 
         Raises:
             RuntimeError: a connection is closed.
         """
-        low = [_HIGHEST if value is None else value for value in values]
-        high = [_LOWEST if value is None else value for value in values]
-        form = _message(len(values))
+        form = _message(len(low))
         return Comparison(self, form, form.pack(number, *low, *high), timeout)
 
     def send(self, turn: int, message: bytes) -> None:
@@ -121,17 +121,28 @@ class Exchange:
             RuntimeError: the connection is closed.
         """
         try:
-            # Not by a timeout of the socket: its error may also be that of a signal handler.
-            if not self._polls[turn].poll(seconds * 1e3):
-                return None
+            self._set_patience(turn, seconds)
             got = self._in[turn].recv(size - len(so_far))
         except OSError as error:
-            if error.errno is None:  # the handler's
+            if error.errno is None:  # that of a signal handler
                 raise
+            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
+                return None
             raise RuntimeError(f"receiving from rank {self.sources[turn]}: {error}") from error
         if not got:
             raise RuntimeError(f"rank {self.sources[turn]} has closed its connection")
         return so_far + got
+
+    def _set_patience(self, turn: int, seconds: float) -> None:
+        """Lets the system end a wait: the timeout of Python's sockets asks it twice for a message.
+
+        Its error also looks like one of a signal handler.
+        """
+        if self._patience[turn] != seconds:
+            self._patience[turn] = seconds
+            whole, rest = divmod(int(seconds * 1e6), 1_000_000)
+            wait = struct.pack("@ll", whole, max(1, rest) if not whole else rest)
+            self._in[turn].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
 
     def close(self) -> None:
         """Closes the connections; the other ranks notice."""
@@ -149,7 +160,7 @@ class Comparison:
         self._exchange, self._form, self._timeout = exchange, form, timeout
         self._message = message
         self._turn, self._got, self._end = 0, b"", 0.0
-        self._is_completed = False
+        self._is_completed = self._differs = False
         self._error: RuntimeError | None = None
         exchange.send(0, message)
 
@@ -192,6 +203,7 @@ class Comparison:
     def _take(self, got: bytes) -> None:
         """Adds what another rank knows, and goes on to the next round."""
         if got != self._message:
+            self._differs = True
             number, *mine = self._form.unpack(self._message)
             other, *theirs = self._form.unpack(got)
             if other != number:
@@ -213,6 +225,11 @@ class Comparison:
     def is_completed(self) -> bool:
         """Returns whether it has ended, or failed."""
         return self._is_completed
+
+    @property
+    def differs(self) -> bool:
+        """Whether a rank has other values than this one, after `wait`; or has values of its own."""
+        return self._differs
 
     def are_equal(self) -> list[bool]:
         """Returns, after `wait`, whether each value is the same on all ranks that have it."""
@@ -284,10 +301,3 @@ def _of_interface(name: str) -> Iterator[str]:
 
         request = struct.pack("256s", name.encode()[:15])
         yield socket.inet_ntoa(ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-
-
-def _poll_of(link: socket.socket) -> Any:
-    """Returns what waits for a message, as `select.poll`."""
-    poll = select.poll()
-    poll.register(link, select.POLLIN)
-    return poll

@@ -109,6 +109,15 @@ def call_site() -> Site | None:
     return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
+def site_calling(code: CodeType) -> Site | None:
+    """Finds the innermost line of the user's that has called a function, which is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    frame = _users(frame)
+    return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
+
+
 def call_sites() -> tuple[Site, ...]:
     """Finds all such lines, the innermost first: they tell the callers of a helper apart."""
     found, frame = [], _users(sys._getframe(1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from shardmap_torch.control import exchange as module
-from shardmap_torch.control.exchange import Exchange
+from shardmap_torch.control.exchange import NONE, Comparison, Exchange
 
 TIMEOUT = timedelta(seconds=20)
 LITTLE = timedelta(milliseconds=1)
@@ -39,11 +39,17 @@ def connect() -> Iterator[Callable[[int], list[Exchange]]]:
         yield make
 
 
+def begin(rank: Exchange, number: int, values: Values, timeout: timedelta = TIMEOUT) -> Comparison:
+    pairs = [NONE if value is None else (value, value) for value in values]
+    return rank.begin(number, [low for low, _ in pairs], [high for _, high in pairs], timeout)
+
+
 def compare(ranks: list[Exchange], number: int, values: list[Values]) -> list[list[bool]]:
     def one(rank: int) -> list[bool]:
-        comparison = ranks[rank].begin(number, values[rank], TIMEOUT)
+        comparison = begin(ranks[rank], number, values[rank])
         comparison.wait(TIMEOUT)
         assert comparison.is_completed()
+        assert comparison.differs or all(comparison.are_equal())
         return comparison.are_equal()
 
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -73,18 +79,18 @@ def test_a_wait_goes_on_after_it_has_lost_its_patience(
     connect: Callable[[int], list[Exchange]],
 ) -> None:
     one, two = connect(2)
-    mine = one.begin(1, (5, 6), TIMEOUT)
+    mine = begin(one, 1, (5, 6))
     with pytest.raises(RuntimeError, match=r"^not all ranks have come within 0:00:20$"):
         mine.wait(LITTLE)
     assert not mine.is_completed()
-    two.begin(1, (5, 7), TIMEOUT)
+    begin(two, 1, (5, 7))
     mine.wait(TIMEOUT)
     assert mine.are_equal() == [True, False]
 
 
 def test_a_wait_ends_at_its_deadline(connect: Callable[[int], list[Exchange]]) -> None:
     one, _ = connect(2)
-    mine = one.begin(1, (5, 6), LITTLE)
+    mine = begin(one, 1, (5, 6), LITTLE)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^not all ranks have come within 0:00:00.001000$"):
             mine.wait(LITTLE)
@@ -95,11 +101,11 @@ def test_a_rank_that_is_gone_or_out_of_step_is_an_error(
     connect: Callable[[int], list[Exchange]],
 ) -> None:
     one, two = connect(2)
-    mine = one.begin(1, (0, 0), TIMEOUT)
-    two.begin(4, (0, 0), TIMEOUT)
+    mine = begin(one, 1, (0, 0))
+    begin(two, 4, (0, 0))
     with pytest.raises(RuntimeError, match=r"^rank 1 is at comparison 4, and this rank at 1$"):
         mine.wait(TIMEOUT)
-    mine = one.begin(2, (0, 0), TIMEOUT)
+    mine = begin(one, 2, (0, 0))
     two.close()
     with pytest.raises(RuntimeError, match="rank 1"):  # closed, or reset
         mine.wait(TIMEOUT)
@@ -152,7 +158,7 @@ def test_a_timeout_error_of_a_signal_handler_is_not_taken_for_lost_patience(
         raise TimeoutError("the user's")
 
     one, _ = connect(2)
-    mine = one.begin(1, (5, 6), TIMEOUT)
+    mine = begin(one, 1, (5, 6))
     before = signal.signal(signal.SIGALRM, raise_own)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:

@@ -8,9 +8,9 @@ the result would be silently wrong. So hashes of their bits travel with the comp
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -19,18 +19,15 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.control.board import Value
 from shardmap_torch.control.control import Control
-from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.closures import name_in
-from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.dtensors import dtensor_class
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.hashing import Bits
-from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.source_location import Site, call_site, site_calling
 from shardmap_torch.errors import show_shape
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.run.safety.error_posting import posting_errors
 from shardmap_torch.spec import P
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 VARIABLE: Final = "SHARDMAP_DEBUG"
 """The environment variable that decides for all functions: 1 compares all, 0 nothing."""
@@ -46,6 +43,7 @@ class EqualValues:
         """Has all bits compared in each call if `always`."""
         self._always, self._calls = always, 0
         self._known: set[Any] = set()
+        self._newest: object = None
         self._era: object = None
 
     def of(
@@ -60,17 +58,24 @@ class EqualValues:
         asked = os.environ.get(VARIABLE)
         if asked in ("", "0"):
             return None
-        if control.era is not self._era:  # what each rank has called before may differ
-            self._era, self._calls = control.era, 0
-            self._known.clear()
         self._calls += 1
-        mesh = call.mesh.layout or call.mesh
-        shapes = [(x.shape, x.dtype) for x in call.leaves if isinstance(x, Tensor)]
-        key = (mesh, call.structure, *shapes)
-        is_new = key not in self._known
-        self._known.add(key)
+        is_new = call.match is not self._newest or control.era is not self._era
+        if is_new:
+            is_new = self._is_new(call, control)
         whole = is_new or self._always or asked is not None or self._calls % WHOLE == 0
         return ValuesOfCall(call, closures, None if whole else self._calls)
+
+    def _is_new(self, call: Call, control: Control) -> bool:
+        """Returns whether no call had such arguments; by shapes, as a match may be made anew."""
+        if control.era is not self._era:  # what each rank has called before may differ
+            self._era, self._calls = control.era, 1
+            self._known.clear()
+        shapes = [(x.shape, x.dtype) for x in call.leaves if isinstance(x, Tensor)]
+        key = (call.mesh.layout or call.mesh, call.structure, *shapes)
+        is_new = key not in self._known
+        self._known.add(key)
+        self._newest = call.match
+        return is_new
 
 
 class ValuesOfCall:
@@ -78,66 +83,74 @@ class ValuesOfCall:
 
     Attributes:
         is_late: whether to read them would wait for the device, so that the next comparison does.
+        shards: a hash of this rank's copies of each shard of DTensors, or None.
     """
 
     def __init__(self, call: Call, closures: Sequence[Tensor], turn: int | None) -> None:
         """Begins to read their bits: all without a turn, or else a sample."""
-        self._call, self._turn, self._site = call, turn, call_site()
-        self._plain: list[tuple[int, Tensor]] = []
+        self._call, self._turn = call, turn
+        self._site: Site | None = None
         self._copies: list[_Copy] = []
-        for position in call.crossing:
-            x = base_of(call.leaves[position])
-            if not is_dtensor(x):
-                self._plain.append((position, x))
+        leaves, dtensor = call.leaves, dtensor_class()
+        others = call.crossing
+        if turn is not None:
+            others = tuple([at for at in others if type(leaves[at]) is not dtensor])
+        self._places: list[int] = []
+        self._plain: list[Tensor] = []
+        for position in others:
+            x: Any = base_of(leaves[position])
+            if not isinstance(x, dtensor):
+                self._add(position, x)
             elif turn is None and (copy := _copy_of(position, x)) is not None:
                 self._copies.append(copy)
-        self._plain += [(_CLOSED_OVER, x) for x in closures]
-        self._plain = [(position, x) for position, x in self._plain if _has_bits(x)]
-        self._bits = Bits([x for _, x in self._plain], turn) if self._plain else None
-        self._copied = Bits([each.local for each in self._copies], turn) if self._copies else None
+        for x in closures:
+            self._add(_CLOSED_OVER, x)
+        self._bits = Bits(self._plain, turn) if self._plain else None
+        self._copied: Sequence[int] = ()
+        self.shards: Sequence[int | None] = ()
+        if self._copies:
+            self._copied = Bits([each.local for each in self._copies], turn).digests()
+            self.shards = _by_shard(self._copies, self._copied)
         self.is_late = turn is not None and self._bits is not None and self._bits.is_late
+        if self.is_late:
+            self._site = call_site()
+            self._free()
+
+    def _free(self) -> None:
+        """Lets arguments be freed before the next call, which may have new ones in their place."""
+        pairs = zip(self._places, self._plain, strict=True)
+        self._plain = [x if at == _CLOSED_OVER else x.to("meta") for at, x in pairs]
+        self._call = replace(self._call, leaves=())
+
+    def _add(self, position: int, x: Tensor) -> None:
+        if _has_bits(x):
+            self._places.append(position)
+            self._plain.append(x)
 
     def digest(self) -> int:
         """Hashes the bits of plain tensors, and which they are."""
-        bits = 0 if self._bits is None else self._bits.digest()
-        return hash((self._turn or 0, bits, *[position for position, _ in self._plain]))
-
-    @lazy
-    def shards(self) -> Sequence[int | None]:
-        """Hashes the copies of DTensors: for each shard what this rank has of it, or None.
-
-        All DTensors that are sharded over the same axes are one.
-        """
-        digests = [] if self._copied is None else self._copied.digests()
-        found: dict[tuple[int, ...], tuple[_Copy, list[int]]] = {}
-        for copy, digest in zip(self._copies, digests, strict=True):
-            found.setdefault(copy.dims, (copy, []))[1].append(digest)
-        shards: list[int | None] = []
-        for copy, mine in found.values():
-            shards += [None] * copy.num_shards
-            shards[len(shards) - copy.num_shards + copy.index] = hash(tuple(mine))
-        return shards
+        if self._bits is None:
+            return self._turn or 0
+        return hash((self._turn or 0, self._bits.digest(), *self._places))
 
     def kinds(self) -> Iterator[str]:
         """Yields lines that say how each value is compared."""
-        plain = {position for position, _ in self._plain}
         yield "  values: " + ("all bits" if self._turn is None else f"a sample, {self._turn}")
         for position in self._call.crossing:
-            kind = "a plain tensor" if position in plain else "a DTensor, or without data"
+            kind = "a plain tensor" if position in self._places else "a DTensor, or without data"
             yield f"  {self._call.match.paths[position]}: {kind}"
 
     def rows(self) -> list[Value]:
         """Describes each value for errors."""
-        site = "" if self._site is None else f" at {self._site}"
-        digests = [] if self._bits is None else self._bits.digests()
-        rows = []
-        for (position, x), digest in zip(self._plain, digests, strict=True):
+        found = site_calling(posting_errors.__code__) if self._site is None else self._site
+        site = "" if found is None else f" at {found}"
+        rows, digests = [], [] if self._bits is None else self._bits.digests()
+        for position, x, digest in zip(self._places, self._plain, digests, strict=True):
             path, what, repair = self._described(position, x)
             rows.append(Value(path, what, "", f"{digest:x}", repair, site, True))
-        digests = [] if self._copied is None else self._copied.digests()
-        for copy, digest in zip(self._copies, digests, strict=True):
-            path = self._call.match.paths[copy.position]
-            rows.append(Value(path, copy.what, copy.shard, f"{digest:x}", _COPIED, site, False))
+        for copy, digest in zip(self._copies, self._copied, strict=True):
+            path, bits = self._call.match.paths[copy.position], f"{digest:x}"
+            rows.append(Value(path, copy.what, copy.shard, bits, _COPIED, site, False))
         return rows
 
     def _described(self, position: int, x: Tensor) -> tuple[str, str, str]:
@@ -180,7 +193,20 @@ class _Copy:
     shard: str
 
 
-def _copy_of(position: int, x: "DTensor") -> _Copy | None:
+def _by_shard(copies: Sequence[_Copy], digests: Sequence[int]) -> Sequence[int | None]:
+    """Hashes copies, those that are split over the same dims together, shard by shard."""
+    found: dict[tuple[int, ...], tuple[_Copy, list[int]]] = {}
+    for copy, digest in zip(copies, digests, strict=True):
+        found.setdefault(copy.dims, (copy, []))[1].append(digest)
+    shards: list[int | None] = []
+    for copy, mine in found.values():
+        row: list[int | None] = [None] * copy.num_shards
+        row[copy.index] = hash(tuple(mine))
+        shards += row
+    return shards
+
+
+def _copy_of(position: int, x: Any) -> _Copy | None:
     """Returns this rank's copy of a DTensor; None where no other rank has one."""
     on, place = x.device_mesh, x.device_mesh.get_coordinate()
     dims = tuple([dim for dim, to in enumerate(x.placements) if not to.is_replicate()])
