@@ -82,7 +82,7 @@ class Values(Protocol):
 
 
 class _Told(NamedTuple):
-    """What a check compares, for errors."""
+    """Text and values of a check, for errors."""
 
     text: Callable[[], str]
     values: Sequence[Values]

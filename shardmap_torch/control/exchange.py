@@ -228,7 +228,7 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether a rank has other values than this one, after `wait`; or has values of its own."""
+        """Returns, after `wait`, whether a rank has other values, or has some that others lack."""
         return self._differs
 
     def are_equal(self) -> list[bool]:

@@ -99,12 +99,15 @@ class ValuesOfCall:
         self._plain: list[Tensor] = []
         for position in others:
             x: Any = base_of(leaves[position])
-            if not isinstance(x, dtensor):
-                self._add(position, x)
-            elif turn is None and (copy := _copy_of(position, x)) is not None:
-                self._copies.append(copy)
-        for x in closures:
-            self._add(_CLOSED_OVER, x)
+            if isinstance(x, dtensor):
+                copy = None if turn else _copy_of(position, x)
+                self._copies += [] if copy is None else [copy]
+            elif _has_bits(x):
+                self._places.append(position)
+                self._plain.append(x)
+        read = [x for x in closures if _has_bits(x)]
+        self._places += [_CLOSED_OVER] * len(read)
+        self._plain += read
         self._bits = Bits(self._plain, turn) if self._plain else None
         self._copied: Sequence[int] = ()
         self.shards: Sequence[int | None] = ()
@@ -121,11 +124,6 @@ class ValuesOfCall:
         pairs = zip(self._places, self._plain, strict=True)
         self._plain = [x if at == _CLOSED_OVER else x.to("meta") for at, x in pairs]
         self._call = replace(self._call, leaves=())
-
-    def _add(self, position: int, x: Tensor) -> None:
-        if _has_bits(x):
-            self._places.append(position)
-            self._plain.append(x)
 
     def digest(self) -> int:
         """Hashes the bits of plain tensors, and which they are."""
@@ -225,8 +223,10 @@ def _copy_of(position: int, x: Any) -> _Copy | None:
 
 def _has_bits(x: Tensor) -> bool:
     """Returns whether it has data that can be read."""
-    is_dense = x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
-    return is_dense and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if x.layout is not torch.strided or x.is_meta or x.is_nested:
+        return False
+    # Other kinds are wrapped around tensors, or are fake.
+    return type(x) is Tensor or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _repair(path: str, spec: P, mesh: Mesh) -> str:

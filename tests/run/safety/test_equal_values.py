@@ -85,7 +85,7 @@ def ends(f: Any, *args: Any) -> str:
 
 
 def calls(debug: bool, variable: str | None = None) -> list[str]:
-    """How calls end that have other values on rank 1: large ones, and then one number of these."""
+    """Returns how calls end that have other values on rank 1: all, and then one number."""
     with pytest.MonkeyPatch.context() as patch:
         if variable is not None:
             patch.setenv("SHARDMAP_DEBUG", variable)
@@ -112,7 +112,7 @@ def scaled(w: Tensor, x: Tensor) -> Tensor:
 
 
 def until_refused(which: str) -> int:
-    """The number of calls until one number, of 200,000, is found that rank 1 has changed."""
+    """Counts the calls until one number, of 200,000, is found that rank 1 has changed."""
     mesh, f = mapped()
     x, w = torch.arange(200_000.0), torch.ones(1)
     if which == "a DTensor":
@@ -132,7 +132,7 @@ SCALE = torch.ones(3)
 
 
 def closed_over() -> list[str]:
-    """How calls end whose body reads a tensor that rank 1 changes, and not the one beside it."""
+    """Returns how calls end that read a tensor of which rank 1 has another, and one beside it."""
     mesh = make_mesh((2,), ("dp",))
     model = torch.nn.Linear(3, 2).requires_grad_(False)
     torch.nn.init.ones_(model.weight)
@@ -202,7 +202,7 @@ def in_another_form(which: str) -> str:
 
 
 def test_ranks_that_compare_in_other_ways_are_named(gloo: Gloo) -> None:
-    """They would take hashes for numbers if these travelled like those of the body."""
+    """Shows that hashes never travel in the place of the body's numbers."""
     for which, one, two in (
         ("a DTensor", "x: a plain tensor", "x: a DTensor, or without data"),
         ("0", "values: a sample, 2", "its end"),
