@@ -1,4 +1,4 @@
-"""The command line: `python -m shardmap_torch check|explain|trace FILE:FUNCTION`."""
+"""The command line: `python -m shardmap_torch check|explain|trace|estimate FILE:FUNCTION`."""
 
 import argparse
 import ast
@@ -22,6 +22,17 @@ from shardmap_torch.checker.explanation import Explanation
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.errors import MeshError, ShardMapError, TransformError, show
 from shardmap_torch.mesh import Mesh, make_mesh, use_mesh
+from shardmap_torch.planning import (
+    A100,
+    B200,
+    H100,
+    H200,
+    Hardware,
+    best_mesh,
+    estimate,
+    read_hardware,
+    this_machine,
+)
 from shardmap_torch.report.page import Shown
 
 ACCEPTED, REFUSED, UNUSABLE = 0, 1, 2
@@ -31,6 +42,7 @@ _COMMANDS: Final = {
     "check": "check a function, and print the specs of its arguments with every axis typed",
     "explain": "print its collectives with line, bytes and backward, and the global verdict",
     "trace": "print every operation, forward and backward, with the types of what it makes",
+    "estimate": "print memory, time and messages of a call on given hardware, without running it",
 }
 _SHAPE: Final = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<sizes>[\d,\s]*)\]")
 _NAME: Final = re.compile(r"(?P<name>\w+)(?P<keys>(\.\w+|\[[^\]]+\])*)=(?P<value>.+)", re.DOTALL)
@@ -73,9 +85,26 @@ def _parser() -> argparse.ArgumentParser:
         add("--strictness", choices=["local", "global"], help="by default the function's own")
         add("--json", action="store_true", help="print JSON")
         add("--html", metavar="PATH", type=Path, help="write a page, also of a refusal")
+        if name == "estimate":
+            add("--hardware", required=True, metavar="H100|FILE.toml", help=_HARDWARE)
+    _add_best_mesh(commands)
     commands.add_parser("postmortem", help="compare the flight recorders of all ranks")
     return parser
 
+
+def _add_best_mesh(commands: Any) -> None:
+    what = "rank the meshes of a number of ranks by the time of a step that fits"
+    add = commands.add_parser("best-mesh", help=what, description=what).add_argument
+    add("function", metavar="FILE:BUILD", help="takes a mesh, returns a step and its arguments")
+    add("--ranks", required=True, type=int, help="the number of ranks")
+    add("--axes", required=True, metavar="dp,tp", help="names of the axes of the mesh")
+    add("--hardware", required=True, metavar="H100|FILE.toml", help=_HARDWARE)
+    add("--json", action="store_true", help="print JSON")
+
+
+_HARDWARE: Final = (
+    "A100, B200, H100, H200, this_machine, or a TOML file with the fields of Hardware"
+)
 
 _SHAPES: Final = (
     "dtype and global shape of each argument, params.w=float32[8,8] or xs[0]=int64[4] inside of "
@@ -85,11 +114,15 @@ _SHAPES: Final = (
 
 def _run(options: argparse.Namespace) -> int:
     module, function = _load(options.function)
+    if options.command == "best-mesh":
+        return _rank(options, function)
     mesh = None if options.mesh is None else _read_mesh(options.mesh)
     kwargs = _read_shapes(options.shapes, options.grad)
     args = () if options.arguments is None else _attribute(module, options.arguments)()
     with nullcontext() if mesh is None else use_mesh(mesh):
         try:
+            if options.command == "estimate":
+                return _estimate(options, function, args, kwargs)
             found = _ask(options.command, function, args, kwargs, options.strictness)
         except (MeshError, TransformError) as error:
             raise UsageError(str(error)) from None
@@ -102,6 +135,37 @@ def _run(options: argparse.Namespace) -> int:
     text = _specs(found) if isinstance(found, Program) and options.command == "check" else found
     _write(options, {"accepted": True} | data, str(text), found)
     return ACCEPTED
+
+
+def _estimate(
+    options: argparse.Namespace,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> int:
+    found = estimate(function, *args, hardware=_read_hardware(options.hardware), **kwargs)
+    _write(options, {"accepted": True} | found.to_json(), str(found), found)
+    return ACCEPTED
+
+
+def _rank(options: argparse.Namespace, build: Callable[..., Any]) -> int:
+    hardware, axes = _read_hardware(options.hardware), options.axes.split(",")
+    try:
+        found = best_mesh(build, options.ranks, axes=axes, hardware=hardware)
+    except ShardMapError as error:
+        raise UsageError(str(error)) from None
+    print(json.dumps(found.to_json(), indent=2) if options.json else found)
+    return ACCEPTED if found.candidates[0].seconds < float("inf") else REFUSED
+
+
+def _read_hardware(name: str) -> Hardware:
+    known = {"A100": A100, "B200": B200, "H100": H100, "H200": H200}
+    if name in known:
+        return known[name]
+    try:
+        return this_machine() if name == "this_machine" else read_hardware(name)
+    except ShardMapError as error:
+        raise UsageError(str(error)) from None
 
 
 def _ask(

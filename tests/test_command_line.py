@@ -136,3 +136,50 @@ def test_a_bad_mesh_or_none_is_told(called: Any) -> None:
 def test_the_flight_recorders_are_compared_from_here_too(called: Any, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="There are no dumps"):
         called(f"postmortem {tmp_path}", mesh="")
+
+
+BUILD = """
+def build(mesh):
+    specs = P("dp", "tp"), P("tp"), P()
+    step = shard_map(repaired, mesh=mesh, in_specs=specs, out_specs=P("dp"))
+    return step, arguments()
+
+def repaired(x, w, b):
+    return all_reduce(x @ w, "tp", dst=I) + b
+"""
+
+
+def test_an_estimate_is_printed_as_text_json_and_a_page(called: Any, tmp_path: Path) -> None:
+    asked = "estimate steps.py:biased", "--arguments", "arguments", "--hardware", "H100"
+    code, text = called(*asked, mesh="dp=2,tp=2")
+    assert code == 0
+    assert "biased on the abstract mesh (dp=2, tp=2), each rank a H100 SXM 80 GB:" in text
+    code, text = called(*asked, "--json", "--html", "page.html", mesh="dp=2,tp=2")
+    found = json.loads(text)
+    assert (code, found["sent"], found["fits"]) == (0, {"tp": 128}, True)
+    assert "<svg" in (tmp_path / "page.html").read_text()
+
+
+def test_meshes_are_ranked(called: Any, tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(MODULE + BUILD)
+    asked = "best-mesh steps.py:build --axes dp,tp --hardware H100"
+    code, text = called(asked, "--ranks", "4", "--json", mesh="")
+    assert code == 0
+    sizes = [row["mesh"] for row in json.loads(text)]
+    assert sorted(size["dp"] for size in sizes) == [1, 2, 4]
+    code, text = called(asked, "--ranks", "5", mesh="")
+    assert code == 1
+    assert "do not match in_specs" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("estimate steps.py:own --hardware H900", "read_hardware: H900 is no TOML file: "),
+        ("best-mesh steps.py:own --ranks 0 --axes i --hardware H100", "not 0."),
+    ],
+)
+def test_wrong_hardware_and_ranks_are_usage_errors(called: Any, asked: str, said: str) -> None:
+    code, text = called(asked, mesh="")
+    assert code == 2
+    assert said in text

@@ -1,41 +1,24 @@
 """`estimate`: memory and time of a checked call on given hardware, without running it."""
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.source_location import Site
-from shardmap_torch.planning.dry_run import ARGUMENT, Block, DryRun, Step, dry_run
-from shardmap_torch.planning.hardware import Hardware, ranks_per_host
-
-COMPUTE: Final = "compute"
-MESSAGES: Final = "messages"
-"""The two lanes of a rank."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A step in time.
-
-    Attributes:
-        step: the operator or collective.
-        lane: where it runs, `COMPUTE` or `MESSAGES`.
-        start: seconds after the start of the call.
-        end: likewise.
-    """
-
-    step: Step
-    lane: str
-    start: float
-    end: float
+from shardmap_torch.planning.dry_run import ARGUMENT, Block, DryRun, dry_run
+from shardmap_torch.planning.hardware import Hardware
+from shardmap_torch.planning.page import entries, timeline
+from shardmap_torch.planning.schedule import Span, schedule
+from shardmap_torch.planning.units import show_bytes, show_seconds
+from shardmap_torch.report.page import Page, Shown, Table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Estimate:
+class Estimate(Shown):
     """Memory and time of a call on one rank.
 
     Attributes:
@@ -49,12 +32,12 @@ class Estimate:
     @lazy
     def spans(self) -> tuple[Span, ...]:
         """Every step in time, in order."""
-        return tuple(_schedule(self.run, self.hardware)[0])
+        return tuple(schedule(self.run, self.hardware)[0])
 
     @lazy
     def exposed(self) -> Mapping[str, float]:
         """Seconds in which the rank waits for messages, by axes."""
-        return dict(_schedule(self.run, self.hardware)[1])
+        return dict(schedule(self.run, self.hardware)[1])
 
     @property
     def seconds(self) -> float:
@@ -138,6 +121,39 @@ class Estimate:
 
     __repr__ = __str__
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns the figures as data that JSON can express."""
+        return {
+            "seconds": self.seconds,
+            "flops": self.flops,
+            "utilization": self.utilization,
+            "peak_bytes": self.peak,
+            "at_peak": dict(self.at_peak),
+            "fits": self.fits,
+            "sent": dict(self.sent),
+            "waits": dict(self.exposed),
+        }
+
+    def page(self) -> Page:
+        """Returns a page: lanes and memory over time, and the cost of each line of the source."""
+        peak = None if (site := self.peak_site) is None else (site.file, site.line)
+        memory = [(kind, show_bytes(count)) for kind, count in self.at_peak.items() if count]
+        messages = [
+            (axes, show_bytes(count), show_seconds(self.exposed.get(axes, 0.0)))
+            for axes, count in sorted(self.sent.items())
+        ]
+        return Page(
+            f"{self.run.name} on the {self.run.mesh}, each rank a {self.hardware.name}",
+            f"{show_seconds(self.seconds)} a call, {show_bytes(self.peak)} of "
+            f"{show_bytes(self.hardware.memory)}" + ("" if self.fits else ": does not fit"),
+            entries(self.spans, peak),
+            [
+                Table("Memory at the peak", ("", "bytes"), memory),
+                Table("Messages", ("axes", "sent", "waited for"), messages),
+            ],
+            figures=[timeline(self.spans, self.live)],
+        )
+
     def save_trace(self, path: str | Path) -> None:
         """Writes both lanes and the memory as a trace that Perfetto and Chrome show."""
         events: list[dict[str, Any]] = [
@@ -203,68 +219,3 @@ def _kind(block: Block) -> str:
     if block.is_message:
         return "messages"
     return "backward" if block.backward else "forward"
-
-
-def _schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, float]]:
-    """Lays steps out in time: operators one after the other, messages beside them if they may.
-
-    A rank waits for a message unless it has begun it ahead of time; messages wait for one another.
-    """
-    computing = sending = 0.0
-    spans: list[Span] = []
-    exposed: defaultdict[str, float] = defaultdict(float)
-    arrives: dict[int | None, float] = {}
-    rings = _rings(run, hardware)
-    for step in run.steps:
-        if not step.axes:
-            lane, start, end = COMPUTE, computing, computing + hardware.seconds(step)
-            computing = end
-        elif step.waits:
-            lane, start, end = COMPUTE, computing, max(computing, arrives[step.number])
-        else:
-            start = max(computing, sending)
-            lane, end = MESSAGES, start + hardware.sending(step, *rings[step.axes])
-            sending = arrives[step.number] = end
-        spans.append(Span(step, lane, start, end))
-        if step.axes and (step.waits or step.number is None):
-            exposed[",".join(step.axes)] += end - computing
-            computing = end
-    return spans, exposed
-
-
-def _rings(run: DryRun, hardware: Hardware) -> Mapping[tuple[str, ...], tuple[int, int]]:
-    """Returns the number of ranks along the axes of each collective, and how many a host has."""
-    axes = {step.axes for step in run.steps if step.axes}
-    mesh = run.mesh
-    return {
-        each: (mesh.num_ranks(each), ranks_per_host(mesh, each, hardware.devices)) for each in axes
-    }
-
-
-def show_bytes(count: float) -> str:
-    """Formats a number of bytes.
-
-    Example:
-        >>> show_bytes(80e9), show_bytes(1234)
-        ('80 GB', '1.23 KB')
-    """
-    return _scaled(count, 1e3, ("B", "KB", "MB", "GB", "TB", "PB"))
-
-
-def show_seconds(seconds: float) -> str:
-    """Formats a time.
-
-    Example:
-        >>> show_seconds(0.0123)
-        '12.3 ms'
-    """
-    return _scaled(seconds * 1e6, 1e3, ("us", "ms", "s"))
-
-
-def _scaled(value: float, base: float, units: Iterable[str]) -> str:
-    *smaller, largest = units
-    for unit in smaller:
-        if value < base:
-            return f"{value:.3g} {unit}"
-        value /= base
-    return f"{value:.3g} {largest}"

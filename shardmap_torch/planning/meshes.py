@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 from shardmap_torch.errors import ShardMapError, SpecError, show
 from shardmap_torch.mesh import Mesh, make_mesh
-from shardmap_torch.planning.estimate import Estimate, estimate, show_bytes, show_seconds
+from shardmap_torch.planning.estimate import Estimate, estimate
 from shardmap_torch.planning.hardware import Hardware
+from shardmap_torch.planning.units import show_bytes, show_seconds
 
 Build: TypeAlias = Callable[[Mesh], tuple[Callable[..., Any], Sequence[Any]]]
 """Makes a step for a mesh: a mapped function, and its arguments or their shapes."""
@@ -59,6 +60,14 @@ class Ranking:
     axes: tuple[str, ...]
     hardware: Hardware
     candidates: tuple[Candidate, ...]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns each candidate as data that JSON can express, in order."""
+        return [
+            {"mesh": dict(each.mesh.shape)}
+            | ({"why": each.why} if each.estimate is None else each.estimate.to_json())
+            for each in self.candidates
+        ]
 
     @property
     def best(self) -> Candidate:

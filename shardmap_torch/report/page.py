@@ -71,6 +71,7 @@ class Page:
         entries: what is said about each line.
         tables: what belongs to no line.
         text: a longer text, as of an error.
+        figures: pictures, as SVG.
     """
 
     title: str
@@ -78,6 +79,7 @@ class Page:
     entries: Mapping[Line, Sequence[Entry]] = field(default_factory=dict)
     tables: Sequence[Table] = ()
     text: str = ""
+    figures: Sequence[str] = ()
 
     def fragment(self) -> str:
         """Returns the page as a part of another one, as a notebook has it."""
@@ -88,6 +90,7 @@ class Page:
         parts += self._jumps(key)
         if self.text:
             parts.append(f"<pre tabindex='0'>{self._linked(key)}</pre>")
+        parts += [f"<figure>{figure}</figure>" for figure in self.figures]
         files = dict.fromkeys(file for file, _ in sorted(self.entries))
         for at, file in enumerate(files):
             parts += self._source(f"{key}-{at}", file)

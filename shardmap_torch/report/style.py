@@ -47,6 +47,11 @@ body.smt-page main { max-width: 1180px; margin: 0 auto; padding: 0 16px 48px; }
 .smt .c2 { background: #7a5200; } .smt .c3 { background: #0a4d9c; }
 .smt .c4 { background: #6f1d9b; } .smt .c5 { background: #0b5a66; }
 .smt .c6 { background: #4b535c; } .smt .c7 { background: #9a3400; }
+.smt figure { margin: 16px 0; }
+.smt svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: var(--fg); }
+.smt svg .area { fill: var(--head); stroke: var(--fg); }
+.smt svg .compute { stroke: var(--i); } .smt svg .messages { stroke: var(--v); }
+.smt svg .peak { stroke: var(--bad); stroke-dasharray: 4 3; }
 @media print { .smt { --fg: #000; --bg: #fff; } }
 """
 

@@ -144,3 +144,24 @@ def test_a_function_that_is_not_mapped_and_a_value_that_is_asked_for_are_errors(
         "<lambda>: an estimate runs without data, and the body asks for the value of a tensor "
         "(aten._local_scalar_dense.default). Use torch.where, or keep the number out of the body."
     )
+
+
+def test_the_page_has_the_lanes_the_memory_and_the_cost_of_each_line() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+
+    def body(x: Tensor) -> Tensor:
+        return all_reduce(x @ x.mT, "tp", dst=I)
+
+    f = shard_map(body, mesh=mesh, in_specs=P(None, "tp"), out_specs=P())
+    found = estimate(f, ShapeDtype((10, 20), requires_grad=True), hardware=UNIT)
+    document = found.page().document()
+    assert 'class="compute"' in document
+    assert 'class="messages"' in document
+    line = inspect.getsourcelines(body)[1] + 1
+    (entries,) = [each for at, each in found.page().entries.items() if at[1] == line]
+    assert [(entry.text, entry.kind, entry.more) for entry in entries] == [
+        ("4 s of 1 operator", "value", "2e+03 FLOP"),
+        ("9.2 s of 3 operators, backward", "value", "4e+03 FLOP"),
+        ("4 s of 1 message", "collective", "sends 400 B"),
+        ("Here most memory is alive.", "value", ""),
+    ]

@@ -1,0 +1,66 @@
+"""Lays the steps of a run out in time, on two lanes of each rank: what it computes and sends."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shardmap_torch.planning.dry_run import DryRun, Step
+from shardmap_torch.planning.hardware import Hardware, ranks_per_host
+
+COMPUTE: Final = "compute"
+MESSAGES: Final = "messages"
+"""The two lanes of a rank."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A step in time.
+
+    Attributes:
+        step: the operator or collective.
+        lane: where it runs, `COMPUTE` or `MESSAGES`.
+        start: seconds after the start of the call.
+        end: likewise.
+    """
+
+    step: Step
+    lane: str
+    start: float
+    end: float
+
+
+def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, float]]:
+    """Lays steps out in time: operators one after the other, messages beside them if they may.
+
+    A rank waits for a message unless it has begun it ahead of time; messages wait for one another.
+    """
+    computing = sending = 0.0
+    spans: list[Span] = []
+    exposed: defaultdict[str, float] = defaultdict(float)
+    arrives: dict[int | None, float] = {}
+    rings = _rings(run, hardware)
+    for step in run.steps:
+        if not step.axes:
+            lane, start, end = COMPUTE, computing, computing + hardware.seconds(step)
+            computing = end
+        elif step.waits:
+            lane, start, end = COMPUTE, computing, max(computing, arrives[step.number])
+        else:
+            start = max(computing, sending)
+            lane, end = MESSAGES, start + hardware.sending(step, *rings[step.axes])
+            sending = arrives[step.number] = end
+        spans.append(Span(step, lane, start, end))
+        if step.axes and (step.waits or step.number is None):
+            exposed[",".join(step.axes)] += end - computing
+            computing = end
+    return spans, exposed
+
+
+def _rings(run: DryRun, hardware: Hardware) -> Mapping[tuple[str, ...], tuple[int, int]]:
+    """Returns the number of ranks along the axes of each collective, and how many a host has."""
+    axes = {step.axes for step in run.steps if step.axes}
+    mesh = run.mesh
+    return {
+        each: (mesh.num_ranks(each), ranks_per_host(mesh, each, hardware.devices)) for each in axes
+    }
