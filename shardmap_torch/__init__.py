@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         redistributions,
     )
     from shardmap_torch.debug import debug_print
+    from shardmap_torch.divergence import Divergence, find_divergence
     from shardmap_torch.parallel import (
         ColwiseParallel,
         ParallelStyle,
@@ -95,6 +96,8 @@ else:
             "parallel",
         ),
         "debug_print": "debug",
+        "Divergence": "divergence",
+        "find_divergence": "divergence",
         "match_specs": "spec_patterns",
         "Validation": "validate",
         "validate_rule": "validate",
@@ -118,6 +121,7 @@ __all__ = [
     "CollectiveMismatchError",
     "ColwiseParallel",
     "CommunicationError",
+    "Divergence",
     "Function",
     "I",
     "KernelError",
@@ -156,6 +160,7 @@ __all__ = [
     "debug_print",
     "device_put",
     "explain",
+    "find_divergence",
     "from_local",
     "full",
     "functional",

@@ -201,6 +201,7 @@ def shard_map(
         leave_uncompiled(mapped, nested=False)
     # `check_program` and its like call the checker by this.
     mapped._shardmap_verdict = body.verdict_on  # type: ignore[attr-defined]
+    mapped._shardmap_call = body.call  # type: ignore[attr-defined]
     mapped._shardmap_checked_call = body.checked_call  # type: ignore[attr-defined]
     return mapped
 
@@ -353,6 +354,10 @@ class _Body:
         args, kwargs = stand_ins((args, kwargs))
         call = self._call(None, args, kwargs, infers=True, runs=False)
         return self._checked.without_data(call, verdict)
+
+    def call(self, args: tuple[Any, ...]) -> Call:
+        """Returns a call that is neither checked nor run."""
+        return self._call(None, args, {}, infers=True)
 
     def _call_and_verdict(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
