@@ -161,8 +161,8 @@ def test_blocks_that_move_are_followed() -> None:
 
 def test_two_axes_of_one_dim_are_in_their_order() -> None:
     x = torch.randn(8, 3)
-    body = lambda x: reduce_scatter(convert(x, "dp", src=R, dst=Partial), "dp")  # noqa: E731
-    f = shard_map(body, mesh=MESH, in_specs=P("tp"), out_specs=P(("tp", "dp")))
+    body: Any = lambda x: reduce_scatter(convert(x, "dp", src=R, dst=Partial), "dp")  # noqa: E731
+    f: Any = shard_map(body, mesh=MESH, in_specs=P("tp"), out_specs=P(("tp", "dp")))
     assert find_divergence(f, lambda x: x, x) is None
 
 
