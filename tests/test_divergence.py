@@ -169,10 +169,11 @@ def test_two_axes_of_one_dim_are_in_their_order() -> None:
 def test_what_cannot_be_compared_is_told() -> None:
     big = make_mesh((128,), ("i",), kind="abstract")
     f: Any = shard_map(lambda x: x, mesh=big, in_specs=P("i"), out_specs=P("i"))
-    for function, why in (
+    cases: list[tuple[Any, str]] = [
         (len, "find_divergence takes a shard_mapped function, not <built-in function len>."),
         (f, "find_divergence runs at most 64 ranks, not 128."),
-    ):
+    ]
+    for function, why in cases:
         with pytest.raises(TransformError) as caught:
             find_divergence(function, lambda x: x, torch.ones(128))
         assert str(caught.value) == why
