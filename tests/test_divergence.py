@@ -161,14 +161,17 @@ def test_blocks_that_move_are_followed() -> None:
 
 def test_two_axes_of_one_dim_are_in_their_order() -> None:
     x = torch.randn(8, 3)
-    body: Any = lambda x: reduce_scatter(convert(x, "dp", src=R, dst=Partial), "dp")  # noqa: E731
-    f: Any = shard_map(body, mesh=MESH, in_specs=P("tp"), out_specs=P(("tp", "dp")))
+
+    def body(x: Tensor) -> Tensor:
+        return reduce_scatter(convert(x, "dp", src=R, dst=Partial), "dp")
+
+    f = shard_map(body, mesh=MESH, in_specs=P("tp"), out_specs=P(("tp", "dp")))
     assert find_divergence(f, lambda x: x, x) is None
 
 
 def test_what_cannot_be_compared_is_told() -> None:
     big = make_mesh((128,), ("i",), kind="abstract")
-    f: Any = shard_map(lambda x: x, mesh=big, in_specs=P("i"), out_specs=P("i"))
+    f = shard_map(lambda x: x, mesh=big, in_specs=P("i"), out_specs=P("i"))
     cases: list[tuple[Any, str]] = [
         (len, "find_divergence takes a shard_mapped function, not <built-in function len>."),
         (f, "find_divergence runs at most 64 ranks, not 128."),
