@@ -13,7 +13,8 @@ SECTIONS = [
         page,
         blocks,
         id=f"{page.name}: {title}",
-        marks=[pytest.mark.slow] * any(block.language == "console" for block in blocks),
+        marks=[pytest.mark.slow]
+        * any(block.language in ("console", readme.CELL) for block in blocks),
     )
     for page in PAGES
     for title, blocks in readme.sections(page.read_text()).items()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from typing import Final
 
@@ -285,8 +284,12 @@ def iota(
     if spec is None or not spec.sharded_dims:
         return torch.arange(prod(shape), device=device).reshape(shape)
     _check(shape, spec)
-    numbered = partial(_numbered, shape, spec, device)
-    numbered.__name__ = "random.iota"  # type: ignore[attr-defined]  # what reports call it
+
+    def numbered() -> Tensor:
+        return _numbered(shape, spec, device)
+
+    if not torch.compiler.is_dynamo_compiling():
+        numbered.__name__ = "random.iota"  # what reports call it
     # Per-rank code whose result is S(i): check="global" replaces it by all positions on one device.
     return local_region(numbered, in_types=(), out_types=P(*spec.entries))()
 
