@@ -505,12 +505,13 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 def _resolve_mesh(mesh: Mesh | DeviceMesh | None, scope: Scope | None) -> Mesh:
     if scope is None:
         return as_mesh(mesh)
-    if mesh is not None and as_mesh(mesh) != scope.backend.mesh:
+    own: Mesh = scope.backend.mesh
+    if mesh is not None and as_mesh(mesh) not in (own, own.full):
         raise MeshError(
             f"A shard_map inside the body of another one runs on its mesh, the "
-            f"{scope.backend.mesh}; it cannot use the {as_mesh(mesh)}."
+            f"{own.full or own}; it cannot use the {as_mesh(mesh)}."
         )
-    return scope.backend.mesh
+    return own
 
 
 def _resolve_axes(

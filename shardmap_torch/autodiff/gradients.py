@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardmap_torch.autodiff.batched import ranks_of
 from shardmap_torch.backends.vmap import markers_of
-from shardmap_torch.checker.queries import adjoint_of_ranks
+from shardmap_torch.checker.queries import adjoint_of_ranks, loss_by_repair
 from shardmap_torch.collectives.autograd import is_transformed, reject_second_derivative
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
@@ -220,6 +220,7 @@ class _Call:
         outs, self.out_structure = flatten(out)
         if self.scalar:
             self._require_scalar(out)
+            outs = [loss_by_repair(out)]
         elif not all(isinstance(leaf, Tensor) for leaf in outs):
             names = sorted({type(leaf).__name__ for leaf in outs if not isinstance(leaf, Tensor)})
             raise TransformError(

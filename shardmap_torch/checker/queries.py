@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 from typing import Any, Final
 
 from torch import Tensor
@@ -10,21 +11,60 @@ from shardmap_torch.checker.assertions import types_in_check
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation
+from shardmap_torch.checker.ir.repairs import Insert, Repair, propose
 from shardmap_torch.checker.region import local_region, note_region
 from shardmap_torch.collectives.protocol import Note
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, R, Z
 
 
 def types_now(x: Tensor) -> Mapping[str, AxisType] | None:
-    """Returns the types of `x` along each axis in a check, and None in a run.
+    """Returns the types of `x` along each axis in a check; None in a run, and on one device.
 
     Unlike `typeof`, it is no step of the program.
     """
     interpreter = current_interpreter()
-    return None if interpreter is None else types_in_check(interpreter, x)
+    if interpreter is None or not interpreter.observer.judges:
+        return None
+    return types_in_check(interpreter, x)
+
+
+def loss_by_repair(loss: Tensor) -> Tensor:
+    """Returns what the repair that is tried makes of a loss; the loss where none is."""
+    interpreter = current_interpreter()
+    losses = {} if interpreter is None else interpreter.repair.losses
+    mean = losses.get(call_site()) if losses else None
+    return loss if mean is None else mean.apply(loss)
+
+
+def means_over(x: Tensor, axes: Sequence[str]) -> str | tuple[str, ...] | None:
+    """Returns those of `axes` over which a pending sum would add up means of each rank's part.
+
+    None where it adds up parts, in a run, and under local strictness, which cannot tell.
+    """
+    interpreter = current_interpreter()
+    scale = 1 if interpreter is None else interpreter.observer.scale_of(interpreter.fakify(x))
+    if interpreter is None or scale <= 1:
+        return None
+    sizes = interpreter.mesh.shape
+    one = [axis for axis in axes if sizes[axis] == scale]
+    several = tuple(axes) if prod(sizes[axis] for axis in axes) == scale else None
+    return one[0] if one else several
+
+
+def propose_mean(error: ShardTypeError, gradient: Tensor, axis: str | tuple[str, ...]) -> None:
+    """Proposes to average the loss of a gradient."""
+    interpreter = current_interpreter()
+    assert interpreter is not None  # it has found the means
+    made = interpreter.storage_type(interpreter.fakify(gradient)).made
+    if made is not None and made.site is not None:
+        mean = Insert("all_reduce", axis, (("dst", I), ("op", "mean")))
+        text = f"{mean.of('loss')} for the loss that is differentiated at {made.site.place}"
+        propose(error, [Repair(text, losses={made.site: mean})])
 
 
 def in_place_of_batched() -> AbstractContextManager[object]:

@@ -185,6 +185,7 @@ class Mesh(Grid):
             it when this one is freed.
         processes: the processes that are its ranks, in order, where it is a slice of a DeviceMesh;
             empty where they are all, numbered as the ranks are.
+        full: the mesh whose axes have other sizes here, for a comparison.
 
     Source: `jax.sharding.Mesh`, `torch.distributed.device_mesh.DeviceMesh`.
     """
@@ -200,6 +201,7 @@ class Mesh(Grid):
     layout: "Mesh | None" = field(default=None, compare=False, repr=False)
     inner: "Mesh | None" = field(default=None, compare=False, repr=False)
     processes: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    full: "Mesh | None" = field(default=None, compare=False, repr=False)
     _groups: dict[Any, dist.ProcessGroup] = field(
         default_factory=dict, compare=False, repr=False, init=False
     )
@@ -256,6 +258,7 @@ class Mesh(Grid):
             self.device,
             device_mesh=self.device_mesh,
             aliases=self.aliases,
+            full=self.full or self,
         )
         mesh._groups.update(self._groups)
         return mesh

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from shardmap_torch.checker.queries import types_now
+from shardmap_torch.checker.queries import means_over, propose_mean, types_now
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import Broadcast, Flat, Tree, closed
@@ -288,14 +288,38 @@ def _check_types(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
         if also_pending:
             names = ", ".join(map(repr, also_pending))
             problems.append(
-                f"{path}: is pending over {names} too; name it in axis=, or in replicate= of "
-                f"its spec, {spec!r}"
+                f"{path}: is pending over {names} too; reduce over {names} what its layer returns, "
+                "if that lacks it, or name it in axis=, or in replicate= of its spec, "
+                f"{spec!r}"
             )
     if problems:
         site = call_site()
         where = f" at {site}" if site is not None else ""
         head = f"sync_gradients{where}: the gradients are not pending over the axes named:"
         raise ShardTypeError(listing(head, problems))
+    _check_means(leaves, pending)
+
+
+def _check_means(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
+    """Requires, under global strictness, that no gradients of each rank's mean are added up."""
+    found = [
+        (path, value, axis)
+        for path, value, axes in zip(leaves.paths, leaves.values, pending, strict=True)
+        if (axis := means_over(value, axes)) is not None
+    ]
+    if not found:
+        return
+    (_, gradient, axis), *_ = found
+    head = (
+        f"sync_gradients at {call_site()}: check='global': the loss is the mean of each rank's "
+        f"part, and sums of its gradients over {axis!r} are too large by the number of ranks:"
+    )
+    error = ShardTypeError(
+        listing(head, [path for path, *_ in found])
+        + f"\nFix: return all_reduce(loss, {axis!r}, dst=I, op='mean') from what is differentiated."
+    )
+    propose_mean(error, gradient, axis)
+    raise error
 
 
 def _pending(spec: P, axes: tuple[str, ...]) -> tuple[str, ...]:

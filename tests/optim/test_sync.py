@@ -142,7 +142,10 @@ def test_gradients_that_are_pending_otherwise_are_an_error_that_names_each_of_th
         grads = sync_gradients(torch.func.grad(loss)(weights, x), SPECS, "dp")
         return sync_gradients({"w1": grads["w1"]}, SPECS["w1"], "dp")
 
-    forgotten_fix = "is pending over 'tp' too; name it in axis=, or in replicate= of its spec, P()"
+    forgotten_fix = (
+        "is pending over 'tp' too; reduce over 'tp' what its layer returns, if that lacks it, or "
+        "name it in axis=, or in replicate= of its spec, P()"
+    )
     done_fix = (
         "is equal on all ranks of 'dp', complete already; sum it once, or, if its layer does, name "
         f"'dp' in invariant= of its spec, {SPECS['w1']!r}"

@@ -224,16 +224,32 @@ def _describe(use: Use, axis: int) -> str:
 
 def _chains(uses: Sequence[Use], axis: int) -> Iterator[str]:
     for use in uses:
-        chain = list(chain_of(use.storage_type, axis))
+        chain = list(_chain_of(use.storage_type, axis))
         if use.types[axis].varies and len(chain) > 1:
             what = "varies" if plain(use.types[axis]) == V else "is partial"
-            yield f"  {use.name} {what} because of {' <- '.join(chain[1:])}"
+            yield f"  {use.name} {what} because of {_joined(chain[1:])}"
 
 
-def chain_of(storage_type: StorageType, axis: int) -> Iterator[str]:
-    """Yields the last origins of a varying or partial value, back to the one that made it so."""
+def chain_to(storage_type: StorageType, axis: int) -> str:
+    """Writes the last steps to a varying or partial value, back to the one that made it so."""
+    return _joined(list(_chain_of(storage_type, axis)))
+
+
+def _joined(chain: Sequence[StorageType]) -> str:
+    """Writes steps, each line of code once."""
+    made = [each.made for each in chain]
+    after = [None if each is None else each.site for each in made[1:]]
+    return " <- ".join(
+        step.name
+        if step is not None and step.site is not None and step.site == site
+        else each.origin()
+        for each, step, site in zip(chain, made, [*after, None], strict=True)
+    )
+
+
+def _chain_of(storage_type: StorageType, axis: int) -> Iterator[StorageType]:
     for _ in range(6):
-        yield storage_type.origin()
+        yield storage_type
         equation = storage_type.made
         if equation is None or equation.collective is not None:
             return
@@ -250,13 +266,15 @@ def source(
     at, use, collective = interpreter.axes.index(axis), equation.operands[0], equation.collective
     assert collective is not None  # what has been left out takes any type
     have = use.types[at]
-    head = (
-        f"{equation.name} takes {_named(expected)} over {axis!r}, but its operand is "
-        f"{_named(have)}."
-    )
+    # As it stands in the line: `shift`, where that issues a ppermute.
+    name = collective.name if equation.spot is None else equation.spot.name
+    called = equation.name.replace(collective.name, name, 1)
+    head = f"{called} takes {_named(expected)} over {axis!r}, but its operand is {_named(have)}."
     gradients = _pending_gradients([use], at, axis)
     advice = (
-        gradient_sum_advice(axis) if gradients else _source_advice(collective, axis, have, expected)
+        gradient_sum_advice(axis)
+        if gradients
+        else _source_advice(collective, name, axis, have, expected)
     )
     wrong_type = error(interpreter, head, [_describe(use, at)], advice, types=[have])
     propose(wrong_type, _summing(gradients, axis))
@@ -269,9 +287,11 @@ def _named(axis_type: AxisType) -> str:
     return f"{axis_type} ({MEANING[plain(axis_type).kind]})"
 
 
-def _source_advice(collective: Collective, axis: str, have: AxisType, expected: AxisType) -> str:
+def _source_advice(
+    collective: Collective, called: str, axis: str, have: AxisType, expected: AxisType
+) -> str:
     if have in (I, R, K):
-        return _equal_advice(collective, axis, have, expected)
+        return _equal_advice(collective, called, axis, have, expected)
     if have == Partial:
         return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
     if have == V:
@@ -279,7 +299,9 @@ def _source_advice(collective: Collective, axis: str, have: AxisType, expected: 
     return f"convert(x, {axis!r}, src={have}, dst={expected}) changes the type."
 
 
-def _equal_advice(collective: Collective, axis: str, have: AxisType, expected: AxisType) -> str:
+def _equal_advice(
+    collective: Collective, called: str, axis: str, have: AxisType, expected: AxisType
+) -> str:
     """Returns advice for a collective whose operand is equal on all ranks."""
     name, dst, own = collective.name, collective.dst, R if have == K else have
     if name in ("convert", "reinterpret"):
@@ -292,7 +314,7 @@ def _equal_advice(collective: Collective, axis: str, have: AxisType, expected: A
         return "drop the collective: the maximum or minimum of equal values is that value."
     first = f" after convert(x, {axis!r}, src=I, dst=R)" if have == I else ""
     return (
-        f"drop the collective: {name} of what is equal on all ranks takes n copies; if n copies "
+        f"drop the collective: {called} of what is equal on all ranks takes n copies; if n copies "
         f"are meant, say so with reinterpret(x, {axis!r}, src=R, dst={expected}){first}."
     )
 

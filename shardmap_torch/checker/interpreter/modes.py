@@ -253,6 +253,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     given_seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
     if len(given_seeds) == 1:
         given_seeds = given_seeds * len(outputs) if given_seeds[0] is None else given_seeds
+    _require_gradients(interpreter, "torch.autograd.grad", outputs)
     watch(interpreter, outputs)
     if interpreter.goes_on(given_seeds):
         return func(*args, **kwargs)
@@ -272,6 +273,17 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     if forward_level() >= 0:
         _note_tangents(interpreter, grads)
     return gradients.sum_by_repair(interpreter, grads)
+
+
+def _require_gradients(interpreter: Interpreter, name: str, outputs: Sequence[Any]) -> None:
+    """Requires that a differentiation in the body has something to differentiate by."""
+    if not any(x.requires_grad for x in outputs if isinstance(x, Tensor)):
+        raise ShardTypeError(
+            f"{interpreter.name}: {name} at {call_site()}: no argument that the value is made of "
+            "requires a gradient.\nFix: take it in the body with value, gradients = "
+            "shardmap_torch.value_and_grad(loss)(params); or pass tensors that require gradients, "
+            "and call backward() on the result, outside."
+        )
 
 
 def _note_tangents(interpreter: Interpreter, grads: Sequence[Tensor | None]) -> None:
@@ -317,6 +329,7 @@ def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: An
     given_seeds = (None,) * len(outputs) if listed is None else _as_tuple(listed)
     if len(given_seeds) != len(outputs) or not all(isinstance(x, Tensor) for x in outputs):
         return func(*args, **kwargs)  # torch says what is wrong
+    _require_gradients(interpreter, "backward()", outputs)
     inputs = _as_tuple(given.get("inputs"))
     if not all(x.is_leaf for x in inputs if isinstance(x, Tensor)):
         raise ShardTypeError(

@@ -17,6 +17,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site, user_call
 from shardmap_torch.errors import MAX_LINES, ShardTypeError
 from shardmap_torch.ops.reading import Reading
+from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
@@ -132,6 +133,8 @@ class Repair:
         operands: for a call of a function of torch and the number of a tensor among its arguments,
             what to apply to that first.
         exits: for the position of a result, what to apply to it before it is returned.
+        losses: for the line where the body takes gradients, what to apply to the loss before.
+        out_specs: for the position of a result, another spec.
     """
 
     text: str
@@ -141,6 +144,8 @@ class Repair:
     ops: Mapping[Spot | None, Op] = field(default_factory=dict)
     operands: Mapping[tuple[Spot, int], Insert] = field(default_factory=dict)
     exits: Mapping[int, Sequence[Insert]] = field(default_factory=dict)
+    losses: Mapping[Site | None, Insert] = field(default_factory=dict)
+    out_specs: Mapping[int, P] = field(default_factory=dict)
 
     def op_at(self, spot: Spot | None, own: str) -> str:
         """Returns the op of a reduction; that of one which is replaced divides nothing."""

@@ -20,7 +20,7 @@ from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import EXACT
 from shardmap_torch.checker.verify.backward import record_backward
 from shardmap_torch.checker.verify.interpretation import Interpretation
-from shardmap_torch.checker.verify.outputs import repair_results, report_values
+from shardmap_torch.checker.verify.outputs import repaired_result, report_values
 from shardmap_torch.checker.verify.request import Request
 from shardmap_torch.core.source_location import Site, error_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
@@ -42,6 +42,7 @@ class OneDevice:
         branches: the branches that it has taken.
         numbers: those that it has made of values taken from tensors, with their lines.
         failure: the exception that it raised, or None if it has returned.
+        is_compared: whether the ranks' program is compared with its steps.
     """
 
     steps: "Recorder"
@@ -50,11 +51,19 @@ class OneDevice:
     branches: Sequence[Branch]
     numbers: Mapping[str, Site | None]
     failure: Exception | None
+    is_compared: bool = True
 
     def compare(self, interpreter: Interpreter) -> None:
         """Has an interpretation compared with it, step by step."""
-        if self.failure is None:
+        if self.is_compared:
             interpreter.observer = self._relation(interpreter)
+
+    def is_left_by(self, error: ShardTypeError) -> bool:
+        """Returns whether the ranks have come to where this program has failed."""
+        from shardmap_torch.checker.spmd.align import PartedError
+
+        parted = error.__context__
+        return self.failure is not None and isinstance(parted, PartedError) and parted.there is None
 
     def _relation(self, interpreter: Interpreter) -> Observer:
         from shardmap_torch.checker.spmd.regions import AxesRelation, ProgramRelation
@@ -173,7 +182,7 @@ def _record_forward(request: Request, made: Interpretation, steps: Observer) -> 
 def _record_results(request: Request, made: Interpretation, result: Result) -> list[Tensor]:
     """Shows an observer what the body returns; returns its tensors."""
     steps = made.interpreter.observer
-    repair_results(request.call, made.backend, request.repair, result)
+    result = repaired_result(request.call, made.backend, request.repair, result)
     for position in result.match.crossing:
         value = made.interpreter.fakify(result.leaves[position])
         steps.on_result(result.match.paths[position], value, result.match.spec(position))

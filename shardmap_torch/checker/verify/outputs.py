@@ -1,7 +1,7 @@
 """Conversions of results: from their types to those that their specs promise."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.proposals import to_spec
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.outcomes import Cast, Exit, Where
-from shardmap_torch.checker.ir.repairs import Insert, Repair, applied, nested, propose
+from shardmap_torch.checker.ir.repairs import Insert, Op, Repair, applied, nested, propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.checker.verify.request import Request, promised
@@ -89,18 +89,26 @@ def casts_to(
     if found is not None:
         return found
     storage_type = interpreter.storage_type(value)
-    chain = " <- ".join(messages.chain_of(storage_type, interpreter.axes.index(axis)))
+    chain = messages.chain_to(storage_type, interpreter.axes.index(axis))
     if axis_type == Partial:
         return (
             f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "
             f"pending sum over {axis!r}\n    it comes from {chain}\n"
             f"    Fix: all_reduce it over {axis!r}, or name {axis!r} in partial=."
         )
+    is_mean = interpreter.observer.scale_of(base_of(value)) > 1
+    what, fix = _MEAN if is_mean else _VARIES
     return (
-        f"  {path}: {spec!r} promises one value on all ranks of {axis!r}, but the result "
-        f"varies over it\n    it comes from {chain}\n"
-        f"    Fix: reduce or gather it over {axis!r}, or name {axis!r} in the spec."
+        f"  {path}: {spec!r} promises one value on all ranks of {axis!r}, but the result {what}\n"
+        f"    it comes from {chain}\n    Fix: {fix.format(axis=axis)}"
     )
+
+
+_VARIES: Final = (
+    "varies over it",
+    "reduce or gather it over {axis!r}, or name {axis!r} in the spec.",
+)
+_MEAN: Final = "is each rank's mean of its own part", "all_reduce it over {axis!r} with op='mean'."
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ def convert_results(request: Request, made: "Interpretation", result: Result) ->
         ShardTypeError: names all that do not match, and where they come from.
     """
     interpreter, backend = made.interpreter, made.backend
-    repair_results(request.call, backend, request.repair, result)
+    result = repaired_result(request.call, backend, request.repair, result)
     exits = _matching_exits(request, made, result)
     for position in result.match.crossing:
         spec, path = result.match.spec(position), result.match.paths[position]
@@ -207,7 +215,10 @@ def _matching_exits(request: Request, made: "Interpretation", result: Result) ->
         head = f"{request.call.name}: the result does not match out_specs:"
         error = ShardTypeError("\n".join([head, *mismatch_paragraphs(mismatches)]))
         error.findings = tuple(mismatch.text for mismatch in mismatches)
-        propose(error, [_summed(result, wrong)])
+        ops: tuple[Op, ...] = (
+            ("sum",) if any(each.is_sum for each in mismatches) else ("sum", "mean")
+        )
+        propose(error, [_reduced(result, wrong, op) for op in ops])
         _propose(made, error, result, [*wrong])
         raise error
     return exits
@@ -235,17 +246,19 @@ def _exit(
     return Exit(shared if shared in others else found, others, origin)
 
 
-def _summed(result: Result, axes: Mapping[int, Sequence[str]]) -> Repair:
-    """Returns the repair that sums every result over its axes."""
+def _reduced(result: Result, axes: Mapping[int, Sequence[str]], op: Op) -> Repair:
+    """Returns the repair that sums, or averages, every result over its axes."""
     names = [
         f"{result.match.paths[position]} over {', '.join(map(repr, names))}"
         for position, names in axes.items()
     ]
+    options = (("dst", I), ("op", op))
     exits = {
-        position: tuple(Insert("all_reduce", axis, (("dst", I),)) for axis in over)
+        position: tuple(Insert("all_reduce", axis, options) for axis in over)
         for position, over in axes.items()
     }
-    return Repair(f"all_reduce {_some(names)} with dst=I before the return", exits=exits)
+    how = "dst=I" if op == "sum" else "dst=I and op='mean'"
+    return Repair(f"all_reduce {_some(names)} with {how} before the return", exits=exits)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -261,10 +274,19 @@ def _propose(
     for position in wrong:
         state, own = proposals.state(interpreter, result.leaves[position])
         exits[position] = to_spec(state, own, result.match.spec(position))
+        if own is not None and _names_others(result.match.spec(position), own):
+            other = P(*own.entries[: 1 + max(dim for dim, _ in own.sharded_dims)])
+            text = f"{other!r} for {result.match.paths[position]} in out_specs"
+            propose(error, [Repair(text, out_specs={position: other})])
     propose(error, proposals.reductions(interpreter, [result.leaves[at] for at in wrong]))
     if all(exits.values()):
         names = [nested(chain, result.match.paths[at]) for at, chain in exits.items()]
         propose(error, [Repair(f"return {_some(names)}", exits=exits)])
+
+
+def _names_others(spec: P, own: P) -> bool:
+    """Returns whether a spec shards over axes none of which shard the result, but others do."""
+    return bool(own.mentioned and spec.mentioned) and not {*own.mentioned} & {*spec.mentioned}
 
 
 def report_values(observer: Observer, result: Result) -> None:
@@ -274,8 +296,12 @@ def report_values(observer: Observer, result: Result) -> None:
             observer.on_python_result(path, leaf)
 
 
-def repair_results(call: Call, backend: AbstractBackend, repair: Repair, result: Result) -> None:
-    """Applies to results what the repair that is tried says."""
+def repaired_result(call: Call, backend: AbstractBackend, repair: Repair, result: Result) -> Result:
+    """Applies to results what the repair that is tried says; returns them with its specs."""
     for position, chain in repair.exits.items():
         with enter_scope(Scope(backend, call.bound)):
             result.leaves[position] = applied(chain, result.leaves[position])
+    if not repair.out_specs:
+        return result
+    specs = [repair.out_specs.get(at, spec) for at, spec in enumerate(result.match.specs)]
+    return replace(result, match=replace(result.match, specs=tuple(specs)))

@@ -19,6 +19,7 @@ from shardmap_torch.checker.verify.interpretation import Interpretation
 from shardmap_torch.checker.verify.one_device import OneDevice, interpret_on_one_device
 from shardmap_torch.checker.verify.outputs import Exits, convert_results
 from shardmap_torch.checker.verify.request import Request, global_shape, input_sharing, local_shape
+from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.types import K
@@ -36,6 +37,8 @@ def require_end_of_path(request: Request, branches: Branches, error: Exception) 
     if called is not None:
         raise called from error
     branches.require()
+    if "saved tensor hooks" in str(error):
+        raise ShardTypeError(_HOOKED.format(name, error_site(error))) from error
     is_of_number = numbers in str(error)
     if isinstance(error, ShardMapError) or not (branches.taken or is_of_number):
         _note_cause(request, error)
@@ -81,12 +84,12 @@ def _last(error: BaseException) -> Any:
 _OF_CODE: Final = (TypeError, AttributeError, NameError)
 """Exceptions that do not come from shapes."""
 
-_HOOKS: Final = (
-    "A gradient that is taken in a body goes through no saved tensor hooks, which torch's own "
-    "checkpoint sets.\nFix: shardmap_torch.checkpoint(f, *args) in place of "
+_HOOKED: Final = (
+    "{}: a gradient that is taken in the body goes through no saved tensor hooks, which torch's "
+    "own checkpoint sets.\n  at {}\nFix: shardmap_torch.checkpoint(f, *args) in place of "
     "torch.utils.checkpoint.checkpoint."
 )
-"""Added to torch's error about hooks under its transforms."""
+"""In place of torch's error about hooks under its transforms."""
 
 _SHOWN: Final = 3
 """Maximal number of inputs whose shapes are added to an error of the body."""
@@ -95,9 +98,6 @@ _SHOWN: Final = 3
 def _note_cause(request: Request, error: Exception) -> None:
     """Adds to an error of the body that shapes are those of shards, often its cause."""
     call = request.call
-    if "saved tensor hooks" in str(error):
-        error.add_note(_HOOKS)
-        return
     sharded = [at for at in call.crossing if call.match.spec(at).mentioned]
     if not sharded or isinstance(error, (ShardMapError, *_OF_CODE)):
         return
@@ -129,7 +129,11 @@ def verify_path(request: Request, branches: Branches) -> PathOutcome:
 
 
 def _with_regions(request: Request, branches: Branches, one: OneDevice) -> PathOutcome:
-    """Verifies a path again with every region that turns out to be needed."""
+    """Verifies a path again with every region that turns out to be needed.
+
+    Where the program on one device has failed, the steps before that are compared: what differs
+    there is the cause of what fails on the ranks after it. If none does, types alone are checked.
+    """
     from shardmap_torch.checker.spmd.regions import RecordNeededError
 
     while True:
@@ -137,7 +141,11 @@ def _with_regions(request: Request, branches: Branches, one: OneDevice) -> PathO
             return _verify(request, branches, one)
         except RecordNeededError as needed:
             one.records.add(needed.axes)
-            branches.start()
+        except ShardTypeError as error:
+            if not one.is_left_by(error):
+                raise
+            one = replace(one, is_compared=False)
+        branches.start()
 
 
 def _verify(request: Request, branches: Branches, one: OneDevice | None) -> PathOutcome:

@@ -227,7 +227,7 @@ def test_a_result_that_varies_over_an_inner_axis_is_rejected() -> None:
     assert text.startswith(
         "<lambda>: the result does not match out_specs:\n"
         "  out: P() promises one value on all ranks of 'tp', but the result varies over it\n"
-        "    it comes from mm at test_nested.py:"
+        "    it comes from mm <- "
     )
     assert "\n    Fix: reduce or gather it over 'tp', or name 'tp' in the spec." in text
 

@@ -1,0 +1,117 @@
+"""What newcomers to per-rank programs get wrong, each told by its cause; whole texts are golden.
+
+The repair that a text proposes has been tried: the program is accepted with it, on one device too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_reduce,
+    convert,
+    make_mesh,
+    shard_map,
+    shift,
+    value_and_grad,
+)
+from shardmap_torch.optim import sync_gradients
+from tests.support.golden import hold
+
+pytestmark = pytest.mark.usefixtures("repairs")
+
+Params = dict[str, Tensor]
+Body = Callable[[Params, Tensor, Tensor], Any]
+
+MESH = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+W = {"up": torch.ones(8, 16), "down": torch.ones(16, 8), "b": torch.zeros(8)}
+SPECS = {"up": P(None, "tp"), "down": P("tp"), "b": P()}
+X = torch.ones(8, 8)
+
+
+def forward(w: Params, x: Tensor) -> Tensor:
+    hidden = torch.tanh(convert(x, "tp", src=I, dst=R) @ w["up"])
+    return all_reduce(hidden @ w["down"], "tp", dst=I) + w["b"]
+
+
+def forgets_the_all_reduce_of_a_row_parallel_layer(w: Params, x: Tensor, y: Tensor) -> Any:
+    def loss(w: Params) -> Tensor:
+        hidden = torch.tanh(convert(x, "tp", src=I, dst=R) @ w["up"])
+        out = hidden @ w["down"] + w["b"]
+        return all_reduce((out - y).square().mean(), "dp", op="mean", dst=I)
+
+    value, grads = value_and_grad(loss)(w)
+    grads = sync_gradients(grads, SPECS, "dp")
+    return {name: w[name] - 0.1 * grads[name] for name in w}, value
+
+
+def sums_gradients_of_each_rank_s_mean(w: Params, x: Tensor, y: Tensor) -> Any:
+    def loss(w: Params) -> Tensor:
+        return (forward(w, x) - y).square().mean()
+
+    value, grads = value_and_grad(loss)(w)
+    grads = sync_gradients(grads, SPECS, "dp")
+    return {name: w[name] - 0.1 * grads[name] for name in w}, value
+
+
+def returns_each_rank_s_mean(w: Params, x: Tensor, y: Tensor) -> Any:
+    return (forward(w, x) - y).square().mean()
+
+
+def returns_rows_as_if_they_were_columns(w: Params, x: Tensor, y: Tensor) -> Any:
+    return forward(w, x)
+
+
+def calls_backward(w: Params, x: Tensor, y: Tensor) -> Any:
+    loss = all_reduce((forward(w, x) - y).square().mean(), "dp", op="mean", dst=I)
+    loss.backward()
+    return loss
+
+
+def shifts_what_all_ranks_have(w: Params, x: Tensor, y: Tensor) -> Any:
+    return forward(w, x) + shift(w["b"], "tp", 1)
+
+
+MISTAKES: dict[Body, Any] = {
+    forgets_the_all_reduce_of_a_row_parallel_layer: (SPECS, P()),
+    sums_gradients_of_each_rank_s_mean: (SPECS, P()),
+    returns_each_rank_s_mean: P(),
+    returns_rows_as_if_they_were_columns: P("tp"),
+    calls_backward: P(),
+    shifts_what_all_ranks_have: P("dp"),
+}
+
+
+@pytest.mark.parametrize("body", MISTAKES, ids=lambda body: body.__name__)
+def test_a_mistake_is_told_by_its_cause(body: Body) -> None:
+    mapped = shard_map(
+        body,
+        mesh=MESH,
+        in_specs=(SPECS, P("dp"), P("dp")),
+        out_specs=MISTAKES[body],
+        check="global",
+    )
+    with pytest.raises(ShardTypeError) as error:
+        mapped(W, X, X)
+    hold("mistakes.txt", body.__name__, str(error.value))
+
+
+def test_an_inner_function_may_name_the_mesh_that_it_runs_on() -> None:
+    def inner(x: Tensor) -> Tensor:
+        return all_reduce(x.sum(), "tp", dst=I)
+
+    def body(x: Tensor) -> Tensor:
+        own = shard_map(inner, mesh=MESH, in_specs=P("tp"), out_specs=P(), axis_names={"tp"})
+        return all_reduce(own(x), "dp", dst=I)
+
+    mapped = shard_map(
+        body, mesh=MESH, in_specs=P("dp"), out_specs=P(), axis_names={"dp"}, check="global"
+    )
+    assert mapped(torch.arange(8.0)).item() == 28.0
