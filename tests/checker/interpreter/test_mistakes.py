@@ -1,4 +1,4 @@
-"""What newcomers to per-rank programs get wrong, each told by its cause; whole texts are golden.
+"""Mistakes of newcomers to per-rank programs, each told by its cause; whole texts are golden.
 
 The repair that a text proposes has been tried: the program is accepted with it, on one device too.
 """
