@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -17,18 +18,32 @@ from shardmap_torch.core.tree import (
 )
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
+from shardmap_torch.parallel.caches import spec_of_cached
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import normalized, spec_of
 from shardmap_torch.placing import from_local
 from shardmap_torch.spec import P
 
 
-class UnknownDimsError(Exception):
-    """Stops the first run of a body whose output layouts count dims from the end."""
+@dataclass(frozen=True)
+class Known:
+    """What a run of a body has told about its outputs.
 
-    def __init__(self, num_dims: tuple[int, ...]) -> None:
-        super().__init__(num_dims)
-        self.num_dims = num_dims
+    Attributes:
+        num_dims: the numbers of dims, if a layout counts them from the end.
+        cached: the specs of tensors in caches, by path.
+    """
+
+    num_dims: tuple[int, ...] | None = None
+    cached: Mapping[str, P] = field(default_factory=dict)
+
+
+class UnknownError(Exception):
+    """Stops the first run of a body whose output specs depend on the outputs."""
+
+    def __init__(self, known: Known) -> None:
+        super().__init__(known)
+        self.known = known
 
 
 class Inputs:
@@ -114,7 +129,9 @@ class Inputs:
                 problems.append(str(leaf))
             else:
                 specs.append(leaf.spec if _is_tensor(leaf.value) else None)
-        return None if problems else unflatten(flatten(value)[1], specs)
+        if problems or len({*specs}) == 1:  # a node of a library may not take specs for its values
+            return None if problems else specs[0]
+        return unflatten(flatten(value)[1], specs)
 
 
 class Outputs:
@@ -127,21 +144,26 @@ class Outputs:
         self._layouts = [None if change is None else change[1] for change in changes]
         self._is_local = out_specs is None and (plan.root is None or plan.root.is_local)
 
-    def check_dims(self, out: Tree, num_dims: tuple[int, ...] | None) -> None:
-        """Stops the run if the specs depend on the outputs' numbers of dims and these differ.
+    def check(self, out: Tree, cached: Mapping[str, Tensor], known: Known) -> None:
+        """Stops the run if the specs depend on the outputs and more is known of these now.
 
         Raises:
-            UnknownDimsError: has the numbers of dims.
+            UnknownError: has what is known.
         """
         from_end = any(isinstance(x, Shard) and x.dim < 0 for x in self._layouts)
+        dims: tuple[int, ...] | None = None
         if self._out_specs is None and from_end:
             outputs = out if isinstance(out, tuple) else (out,)
-            actual = tuple(x.ndim if isinstance(x, Tensor) else 0 for x in outputs)
-            if actual != num_dims:
-                raise UnknownDimsError(actual)
+            dims = tuple(x.ndim if isinstance(x, Tensor) else 0 for x in outputs)
+        specs = {path: spec_of_cached(x, self._axis) for path, x in cached.items()}
+        if Known(dims, specs) != known:
+            raise UnknownError(Known(dims, specs))
 
-    def specs(self, num_dims: tuple[int, ...] | None) -> Tree:
-        """Returns the specs for `shard_map`, given the outputs' numbers of dims if known."""
+    def specs(self, known: Known) -> Tree:
+        """Returns the specs for `shard_map`, given what is known of the outputs."""
+        return self._specs(known.num_dims), P(), tuple(known.cached.values())
+
+    def _specs(self, num_dims: tuple[int, ...] | None) -> Tree:
         if self._out_specs is not None:
             return self._out_specs
         dims = num_dims or (1,) * len(self._layouts)

@@ -1,7 +1,8 @@
 """`parallelize`: runs a module as one checked per-rank program, by a plan."""
 
+import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -17,8 +18,9 @@ from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
+from shardmap_torch.parallel.caches import Held, closed, fill, opened, own, put_back, take_out
 from shardmap_torch.parallel.carried import carried_plan
-from shardmap_torch.parallel.crossing import Inputs, Outputs, UnknownDimsError, input_names
+from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
 from shardmap_torch.parallel.forwards import style_forward
 from shardmap_torch.parallel.packing import pack, placements_of_split, unpack
 from shardmap_torch.parallel.plan import ROOT, Plan, Style, make_plan
@@ -140,13 +142,19 @@ class _ParallelCall:
         self._module, self._mesh, self._plan, self._check = module, mesh, plan, check
         self._inputs = Inputs(mesh, plan, in_specs, input_names(module.forward))
         self._outputs = Outputs(mesh, plan, out_specs)
+        self.__signature__ = inspect.signature(module.forward)
         body = partial(_body, module, plan, vars(module).get("forward"), self._outputs)
         self._body: Callable[..., Any] = body
         self._mapped: dict[Any, Callable[..., Any]] = {}
+        self._cached: dict[str, P] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caches: list[Any] = []
+        args, kwargs = take_out((args, kwargs), caches)
         with _WITHOUT_FAST_PATH(), untracked():
-            return self._outputs.leave(self._with_specs(_call, args, kwargs))
+            found = self._with_specs(_call, args, kwargs, caches)
+        out, frames, tensors = self._outputs.leave(found)
+        return put_back(out, fill(caches, closed(frames, tensors)))
 
     def verdict_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Any = None
@@ -156,17 +164,22 @@ class _ParallelCall:
         def check(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
             return mapped._shardmap_verdict(values, {}, strictness)  # type: ignore[attr-defined]
 
-        return self._with_specs(check, args, kwargs)
+        caches: list[Any] = []
+        args, kwargs = take_out((args, kwargs), caches)
+        return self._with_specs(check, args, kwargs, caches)
 
     def _with_specs(
         self,
         use: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        caches: Sequence[Any],
     ) -> Any:
-        specs = self._inputs.specs(args, kwargs)
+        frames, tensors = opened(caches)
+        cached = tuple(self._cached.get(path, P()) for path in tensors)
+        specs = (*self._inputs.specs(args, kwargs), P(), cached)
         try:
-            return self._use(use, specs, args, kwargs)
+            return self._use(use, specs, (args, kwargs, frames, tuple(tensors.values())))
         except RuntimeError as error:
             if type(error) is not RuntimeError or self._mesh.shape[self._plan.axis] == 1:
                 raise
@@ -186,36 +199,33 @@ class _ParallelCall:
     def _use(
         self,
         use: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
-        specs: tuple[Tree, Tree],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        specs: tuple[Tree, ...],
+        inputs: tuple[Tree, ...],
     ) -> Any:
-        args, kwargs = self._inputs.enter((args, kwargs), specs)
         parameters = {
             name: pack(value, self._plan.packed.get(name), self._mesh, self._plan.axis)
             for name, value in self._module.named_parameters()
         }
         buffers = dict(self._module.named_buffers())
-        values = (parameters, buffers, args, kwargs)
+        values = (parameters, buffers, *self._inputs.enter(inputs, specs))
         spec_leaves, structure = flatten(specs)
         key = (structure, *spec_leaves)
         try:
-            return use(self._mapped.get(key) or self._map(key, specs, None), values)
-        except UnknownDimsError as unknown:
-            return use(self._map(key, specs, unknown.num_dims), values)
+            return use(self._mapped.get(key) or self._map(key, specs, Known()), values)
+        except UnknownError as error:
+            self._cached |= error.known.cached
+            return use(self._map(key, specs, error.known), values)
 
-    def _map(
-        self, key: Any, specs: tuple[Tree, Tree], num_dims: tuple[int, ...] | None
-    ) -> Callable[..., Any]:
+    def _map(self, key: Any, specs: tuple[Tree, ...], known: Known) -> Callable[..., Any]:
         _reject_units(self._module)
         # A partial, not a method: the checker looks through it at the module and its code.
-        body = partial(self._body, num_dims)
+        body = partial(self._body, known)
         body.__name__ = type(self._module).__name__  # type: ignore[attr-defined]
         mapped = self._mapped[key] = shard_map(
             body,
             mesh=self._mesh,
             in_specs=(dict(self._plan.specs), P(), *specs),
-            out_specs=self._outputs.specs(num_dims),
+            out_specs=self._outputs.specs(known),
             check=self._check,
         )
         return mapped
@@ -230,11 +240,13 @@ def _body(
     plan: Plan,
     original: Callable[..., Any] | None,
     outputs: Outputs,
-    num_dims: tuple[int, ...] | None,
+    known: Known,
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    frames: Held,
+    tensors: Sequence[Tensor],
 ) -> Any:
     """Runs the module on one rank: on its shards of the parameters, with the plan's forwards."""
 
@@ -245,10 +257,14 @@ def _body(
 
     values = {name: unpack(value, plan.packed.get(name)) for name, value in parameters.items()}
     bound = BoundModule(module, values, buffers, adapt)
-    out = bound.root.forward(*args, **kwargs)
+    caches = closed(frames, tensors)
+    own(caches)
+    args, kwargs = put_back((args, kwargs), caches)
+    out = take_out(bound.root.forward(*args, **kwargs), caches)
     bound.check_unwritten()
-    outputs.check_dims(out, num_dims)
-    return out
+    after, found = opened(caches)
+    outputs.check(out, found, known)
+    return out, after, tuple(found.values())
 
 
 def _rebound(original: Callable[..., Any] | None, copy: nn.Module) -> Callable[..., Any]:

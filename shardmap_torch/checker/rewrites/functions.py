@@ -35,7 +35,8 @@ def read(host: Host, x: Tensor, index: Any) -> Any:
             "it, and mask.",
         )
     if not any(map(_is_number, parts)):
-        return NotImplemented
+        is_general = any(type(size) is not int for size in x.shape)
+        return _read_views(x, parts) if is_general else NotImplemented
     selected, rest = x, list(parts)
     for position, part in enumerate(rest):
         if _is_number(part):
@@ -43,6 +44,26 @@ def read(host: Host, x: Tensor, index: Any) -> Any:
             selected = host.copies.pick(host, selected, dim, part.reshape(1))
             rest[position] = 0
     return host.copies.remember_pick(selected[tuple(rest)], x, index)
+
+
+def _read_views(x: Tensor, parts: Sequence[Any]) -> Any:
+    """Computes `x[parts]` at symbols for sizes by the views that torch makes at a size.
+
+    There it takes no slice of a whole dim, and here it does, as it does not know the dim's size.
+    """
+    if _WHOLE not in parts or not all(p is None or type(p) in (int, slice) for p in parts):
+        return NotImplemented
+    view, dim = x, 0
+    for part in parts:
+        if part is None:
+            view = view.unsqueeze(dim)
+        elif type(part) is int:
+            view = view.select(dim, part)
+        elif part != _WHOLE:
+            bounds = (part.start, part.stop, 1 if part.step is None else part.step)
+            view = torch.ops.aten.slice.Tensor(view, dim, *bounds)
+        dim += type(part) is not int
+    return NotImplemented if view is x else view
 
 
 def narrow(host: Host, x: Tensor, dim: int, start: Any, length: int) -> Any:

@@ -1,0 +1,109 @@
+"""Models of transformers as they are: training and generation, against one device."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from shardmap_torch import Mesh, make_mesh, parallelize
+from tests.parallel.support.transformers_models import (
+    CONFIGS,
+    DECODERS,
+    make_batch,
+    make_model,
+)
+from tests.programs.support.harness import global_value, worker_mesh
+from tests.support.pool import Gloo
+
+SIMULATED = make_mesh((2,), ("tp",), kind="simulated")
+
+
+def train(name: str, model: Any) -> dict[str, Tensor]:
+    """Returns outputs and gradients of the first of three steps, and the parameters after them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    found: dict[str, Tensor] = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        out: Any = model(**make_batch(name, step))
+        assert isinstance(out, ModelOutput)
+        out.loss.backward()
+        found[f"loss {step}"], found[f"logits {step}"] = out.loss.detach(), out.logits.detach()
+        if step == 0:
+            gradients = ((key, p.grad) for key, p in model.named_parameters())
+            found |= {f"grad of {k}": global_value(grad) for k, grad in gradients}
+        optimizer.step()
+    return found | {key: global_value(p) for key, p in model.named_parameters()}
+
+
+def trains_alike(name: str, mesh: Mesh, **changes: Any) -> None:
+    one = make_model(name, **changes).double()
+    ours = parallelize(copy.deepcopy(one), mesh)
+    actual, expected = train(name, ours), train(name, one)
+    assert actual.keys() == expected.keys()
+    for key, value in actual.items():
+        # AdamW divides by the root of the squared gradient, which for some entries is all rounding.
+        close = 1e-9 if key.startswith(("loss 0", "logits 0", "grad")) else 1e-5
+        note = f"{name}: {key}"
+        torch.testing.assert_close(value, expected[key], rtol=close, atol=close, msg=note)
+
+
+EXPERTS = {"experts_implementation": "batched_mm"}  # that by default computes in 32 bits at most
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_three_steps_on_simulated_ranks_are_those_of_one_device(name: str) -> None:
+    trains_alike(name, SIMULATED, **EXPERTS if name == "mixtral" else {})
+
+
+def on_processes(name: str) -> None:
+    trains_alike(name, worker_mesh((2,), ("tp",)), **EXPERTS if name == "mixtral" else {})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_three_steps_on_processes_are_those_of_one_device(name: str, gloo: Gloo) -> None:
+    gloo(2).run(on_processes, name, timeout=120)
+
+
+def generate(model: Any, name: str, cache: str | None) -> Tensor:
+    batch = make_batch(name)
+    del batch["labels"]
+    ids: Tensor = model.generate(
+        **batch,
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        cache_implementation=cache,
+    )
+    return ids
+
+
+def generates_alike(name: str, mesh: Mesh, cache: str | None = None) -> None:
+    one = make_model(name, num_layers=1).eval()
+    ours = parallelize(copy.deepcopy(one), mesh)
+    assert generate(ours, name, cache).tolist() == generate(one, name, cache).tolist()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_on_simulated_ranks_gives_the_tokens_of_one_device(name: str) -> None:
+    generates_alike(name, SIMULATED)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "t5"])
+def test_generation_into_a_static_cache_gives_the_tokens_of_one_device(name: str) -> None:
+    generates_alike(name, SIMULATED, "static")
+
+
+def generate_on_processes(name: str) -> None:
+    mesh = worker_mesh((2,), ("tp",))
+    generates_alike(name, mesh)
+    if name == "llama":
+        generates_alike(name, mesh, "static")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])
+def test_generation_on_processes_gives_the_tokens_of_one_device(name: str, gloo: Gloo) -> None:
+    gloo(2).run(generate_on_processes, name, timeout=120)
