@@ -124,7 +124,22 @@ def parallelize(
         _place(module, on, resolved, src_data_rank)
     call = _ParallelCall(module, on, resolved, in_specs, out_specs, check)
     vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on
+    if on.kind in PROCESS_KINDS:
+        _give_encoder(module, on, resolved, check)
     return module
+
+
+def _give_encoder(module: nn.Module, mesh: Mesh, plan: Plan, check: Check) -> None:
+    """Makes the encoder of a model a program too, as `generate` of transformers calls it alone."""
+    config, get = getattr(module, "config", None), getattr(module, "get_encoder", None)
+    if get is None or not getattr(config, "is_encoder_decoder", False):
+        return
+    encoder: nn.Module = get()
+    path = next(path for path, each in module.named_modules() if each is encoder)
+    names = {id(value): name for name, value in module.named_parameters()}
+    own = {name: names[id(value)] for name, value in encoder.named_parameters()}
+    call = _ParallelCall(encoder, mesh, plan.below(path, own), None, None, check)
+    vars(encoder)["forward"] = call
 
 
 class _ParallelCall:
@@ -251,6 +266,8 @@ def _body(
     """Runs the module on one rank: on its shards of the parameters, with the plan's forwards."""
 
     def adapt(path: str, copy: nn.Module) -> None:
+        if path != ROOT and isinstance(vars(copy).get("forward"), _ParallelCall):
+            del vars(copy)["forward"]
         if path == ROOT:
             vars(copy)["forward"] = _rebound(original, copy)
         style_forward(plan, path, copy)

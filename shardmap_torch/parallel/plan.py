@@ -53,6 +53,21 @@ class Plan:
         """The parameters that have several parts."""
         return {name: split for name, split in self.splits.items() if split and split.parts > 1}
 
+    def below(self, path: str, names: Mapping[str, str]) -> "Plan":
+        """Returns the plan of the module at a path, for a call of it alone.
+
+        Args:
+            path: of the module.
+            names: of its parameters in the root, by their names in it.
+        """
+        start = path + "."
+        return Plan(
+            self.axis,
+            {key[len(start) :]: each for key, each in self.styles.items() if key.startswith(start)},
+            {name: self.splits[names[name]] for name in names},
+            {key[len(start) :]: each for key, each in self.words.items() if key.startswith(start)},
+        )
+
     @property
     def root(self) -> Layouts | None:
         """The style of the module itself."""

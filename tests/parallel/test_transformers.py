@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.utils.generic import ModelOutput
 
 from shardmap_torch import Mesh, make_mesh, parallelize
 from tests.parallel.support.transformers_models import (
@@ -28,7 +27,7 @@ def train(name: str, model: Any) -> dict[str, Tensor]:
     for step in range(3):
         optimizer.zero_grad()
         out: Any = model(**make_batch(name, step))
-        assert isinstance(out, ModelOutput)
+        assert type(out).__name__.endswith(("Output", "OutputWithPast", "Attentions"))
         out.loss.backward()
         found[f"loss {step}"], found[f"logits {step}"] = out.loss.detach(), out.logits.detach()
         if step == 0:
@@ -44,8 +43,9 @@ def trains_alike(name: str, mesh: Mesh, **changes: Any) -> None:
     actual, expected = train(name, ours), train(name, one)
     assert actual.keys() == expected.keys()
     for key, value in actual.items():
-        # AdamW divides by the root of the squared gradient, which for some entries is all rounding.
-        close = 1e-9 if key.startswith(("loss 0", "logits 0", "grad")) else 1e-5
+        # Mixtral's router computes in 32 bits, and AdamW divides gradients by their own size.
+        exact = 1e-7 if name == "mixtral" else 1e-9
+        close = exact if key.startswith(("loss 0", "logits 0", "grad")) else 1e-5
         note = f"{name}: {key}"
         torch.testing.assert_close(value, expected[key], rtol=close, atol=close, msg=note)
 
