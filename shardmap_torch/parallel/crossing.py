@@ -27,7 +27,7 @@ from shardmap_torch.spec import P
 
 @dataclass(frozen=True)
 class Known:
-    """What a run of a body has told about its outputs.
+    """Knowledge of the outputs of a body, which a run of it gives.
 
     Attributes:
         num_dims: the numbers of dims, if a layout counts them from the end.
