@@ -1,7 +1,7 @@
 """Groups of ranks for code that calls `torch.distributed` itself."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.collectives.protocol import is_checker
-from shardmap_torch.collectives.scope import Scope, current_scope
+from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.functorch import can_receive_gradient, num_derivatives
 from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.ops.arguments import Axis, read_axes
-from shardmap_torch.ops.gather import all_gather, all_to_all
+from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
-from shardmap_torch.types import I
+from shardmap_torch.ops.transfers import transfers_of
+from shardmap_torch.types import I, R
 
 Group: TypeAlias = "dist.ProcessGroup | AxisGroup"
 
@@ -68,11 +70,7 @@ class _GroupName(str):
                 f"{func.__name__} of torch.distributed is called in the body on the group of an "
                 f"axis: only {', '.join(FUNCTIONAL)} are typed."
             )
-        _, scope = read_axes(functional.name, name.group.axes)
-        scope.backend.needs_ranks()  # torch wraps the result, which torch.func.vmap cannot batch
-        if can_receive_gradient(args[0]):
-            raise unseen_by_autograd(functional.name)
-        return functional.call(name.group, *args[:-1])
+        return name.group.functional(func._qualified_op_name, *args[:-1])
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # it types its methods by more overloads than torch calls
@@ -112,48 +110,132 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
 
     def size(self) -> int:
         """Returns the number of ranks; in a body, of the mesh on which it runs."""
-        scope = current_scope()
+        scope = asked_scope()
+        if scope is not None and is_checker(scope.backend):
+            scope.backend.note_asked(self.axes)
         return (self.mesh if scope is None else scope.backend.mesh).num_ranks(self.axes)
 
     def rank(self) -> int:
         """Returns this rank's position, where each rank runs the body by itself.
 
+        A check follows the number: it differs by rank, and so does what the body makes of it.
+
         Raises:
-            CollectiveError: all ranks run as one program, as in a check and on a batched mesh.
+            CollectiveError: all ranks run as one program, as on a batched mesh.
         """
-        scope = current_scope()
-        if scope is None or self.size() == 1:
+        scope = asked_scope()
+        if scope is None:
             return 0
         rank: int | None = scope.backend.rank_along(self.axes)
-        if rank is None:
+        if rank is None and self.size() > 1:
             raise CollectiveError(
                 f"rank() of the group of {', '.join(map(repr, self.axes))} is a number, and here "
                 "all ranks run the body as one program. Use axis_index(axis), a tensor that "
                 "varies, or let a spec or convert(x, axis, src=R, dst=V, dim=0) take this rank's "
                 "part."
             )
-        return rank
+        return 0 if rank is None else rank
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
         """Sums a tensor over the ranks, in place."""
-        (tensor,) = tensors
-        return self._write(tensor, [], "all_reduce", partial(self.reduced, tensor, options))
+        (x,) = tensors
+        return self._write("all_reduce", [x], [], lambda: [self.reduced(x, options)])
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
+        """Gives all ranks the value of one, in place."""
+        (x,) = tensors
+
+        def move() -> Sequence[Tensor]:
+            return [broadcast(x, self.axes, options.rootRank, dst=I)]
+
+        return self._write("broadcast", [x], [], move)
 
     def all_gather_single(self, output: Tensor, x: Tensor, options: Any = None) -> Arriving:
         """Writes the values of all ranks, one after the other along dim 0, into `output`."""
         tiled = output.ndim == x.ndim
-        return self._write(output, [x], "all_gather", lambda: self.gathered(x, tiled))
+        return self._write("all_gather", [output], [x], lambda: [self.gathered(x, tiled)])
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any = None
+    ) -> Arriving:
+        """Writes the value of each rank into a tensor of a list."""
+        (listed,), (x,) = outputs, tensors
+        return self._write("all_gather", listed, [x], lambda: self.gathered(x, False).unbind(0))
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, options: Any) -> Arriving:
         """Writes this rank's shard along dim 0 of the sum into `output`."""
         tiled = output.ndim == x.ndim
-        return self._write(output, [x], "reduce_scatter", lambda: self.scattered(x, options, tiled))
+        return self._write(
+            "reduce_scatter", [output], [x], lambda: [self.scattered(x, options, tiled)]
+        )
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], options: Any
+    ) -> Arriving:
+        """Writes this rank's tensor of the sums of those of a list."""
+        (listed,) = tensors
+
+        def move() -> Sequence[Tensor]:
+            return [self.scattered(torch.stack([*listed]), options, False)]
+
+        return self._write("reduce_scatter", outputs, listed, move)
 
     def all_to_all_single(
         self, output: Tensor, x: Tensor, received: Any, sent: Any, options: Any = None
     ) -> Arriving:
         """Sends shard i along dim 0 to rank i, and writes those that arrive into `output`."""
-        return self._write(output, [x], "all_to_all", lambda: self.exchanged(x, received, sent))
+        return self._write("all_to_all", [output], [x], lambda: [self.exchanged(x, received, sent)])
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], options: Any = None
+    ) -> Arriving:
+        """Sends tensor i of a list to rank i, and writes those that arrive into another."""
+
+        def move() -> Sequence[Tensor]:
+            stacked = torch.stack([*tensors])
+            return all_to_all(stacked, self.axes, split_dim=0, concat_dim=0).unbind(0)
+
+        return self._write("all_to_all", outputs, tensors, move)
+
+    def barrier(self, *options: Any, **others: Any) -> Arriving:
+        """Does nothing: ranks wait for one another where values move."""
+        return Arriving(lambda: None)
+
+    def send(self, tensors: Sequence[Tensor], peer: Any, tag: int = 0) -> Arriving:
+        """Sends a tensor to one rank; until it has been waited for, nothing may write into it."""
+        (x,) = tensors
+        with self._entered("send", tensors) as scope:
+            transfers_of(scope.backend).send(self.axes, peer, tag, x)
+        return Arriving(partial(_end, begun(scope, [], tensors)))
+
+    def recv(self, tensors: Sequence[Tensor], peer: Any, tag: int = 0) -> Arriving:
+        """Writes what one rank has sent into a tensor."""
+        (x,) = tensors
+        with self._entered("recv", tensors) as scope:
+            receive = transfers_of(scope.backend).receive(self.axes, peer, tag, x)
+        arriving = begun(scope, tensors, [])
+
+        def arrive() -> None:
+            with self._entered("recv", []):
+                found = receive()
+            with arriving(), torch.no_grad():
+                x.copy_(found)
+
+        return Arriving(arrive)
+
+    def functional(self, operator: str, x: Tensor, *rest: Any) -> Any:
+        """Calls a functional collective, by the name of torch's operator."""
+        name = operator.split("::")[1]
+        if can_receive_gradient(x) and not num_derivatives():
+            return self.differentiable(name, x, *rest)
+        functional = FUNCTIONAL[name]
+        with self._entered(functional.name, [x]):
+            return functional.call(self, x, *rest)
+
+    def differentiable(self, name: str, x: Tensor, *rest: Any) -> Any:
+        """Calls one of `DIFFERENTIABLE`."""
+        with self._entered(name, []):
+            return DIFFERENTIABLE[name](self, x, *rest)
 
     # The names of methods that torch calls differ between releases.
     _allgather_base = all_gather_single
@@ -184,31 +266,66 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
             )
         return all_to_all(x, self.axes, split_dim=0, concat_dim=0)
 
+    @contextmanager
+    def _entered(self, name: str, tensors: Sequence[Tensor]) -> Iterator[Scope]:
+        """Yields the scope of a call on tensors, which is no step that runs are compared by.
+
+        On processes these do not see the call.
+        """
+        with in_backward():
+            _, scope = read_axes(name, self.axes)
+            scope.backend.needs_ranks()  # torch.func.vmap cannot write into what it does not batch
+            if any(map(can_receive_gradient, tensors)):
+                raise unseen_by_autograd(name)
+            with enter_scope(Scope(scope.backend, scope.axes)):
+                yield scope
+
     def _write(
         self,
-        output: Tensor,
-        operands: Sequence[Tensor],
         name: str,
-        collective: Callable[[], Tensor],
+        outputs: Sequence[Tensor],
+        operands: Sequence[Tensor],
+        move: Callable[[], Sequence[Tensor]],
     ) -> Arriving:
-        _, scope = read_axes(name, self.axes)
-        scope.backend.needs_ranks()  # torch.func.vmap cannot write into what it does not batch
-        if any(map(can_receive_gradient, [output, *operands])):
-            raise unseen_by_autograd(name)
-        result = collective()
-        if result.shape != output.shape:
+        """Moves values, and writes them into the outputs when they are waited for."""
+        with self._entered(name, [*outputs, *operands]) as scope:
+            results = move()
+        shapes = [[list(x.shape) for x in tensors] for tensors in (results, outputs)]
+        if shapes[0] != shapes[1]:
+            gives, has = (each[0] if len(each) == 1 else each for each in shapes)
             raise CollectiveError(
-                f"{name} of torch.distributed gives {list(result.shape)} over {self.axes}, and "
-                f"its output has {list(output.shape)}."
+                f"{name} of torch.distributed gives {gives} over {self.axes}, and its output has "
+                f"{has}."
             )
-
-        arriving = begun(scope, [output], operands)
+        arriving = begun(scope, outputs, operands)
 
         def arrive() -> None:
             with arriving(), torch.no_grad():
-                output.copy_(result)
+                for output, result in zip(outputs, results, strict=True):
+                    output.copy_(result)
 
         return Arriving(arrive)
+
+
+def _end(arriving: Callable[[], AbstractContextManager[None]]) -> None:
+    with arriving():
+        pass
+
+
+def asked_scope() -> Scope | None:
+    """Returns the scope of the body that runs, or whose backward runs, as torch's groups know it.
+
+    Only calls of torch.distributed do: our own fail on processes in the backward of a plain
+    Function.
+    """
+    scope: Scope | None = current_scope() or SCOPES.backward
+    return scope
+
+
+def in_backward() -> AbstractContextManager[None]:
+    """Returns a context with the scope of the body whose backward runs."""
+    scope = asked_scope()
+    return nullcontext() if scope is None or scope is current_scope() else enter_scope(scope)
 
 
 def begun(
@@ -256,6 +373,28 @@ FUNCTIONAL: Final[Mapping[str, Functional]] = MappingProxyType(
     }
 )
 """Functional collectives that are typed, by the names of their operators."""
+
+
+DIFFERENTIABLE: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {
+        "all_reduce": lambda group, x, op: all_reduce(
+            x, group.axes, dst=R, op=_read_op("all_reduce", op)
+        ),
+        "all_gather_into_tensor": lambda group, x, size: all_gather(x, group.axes, dim=0, dst=R),
+        "all_gather": lambda group, x: all_gather(x, group.axes, dim=0, dst=R, tiled=False).unbind(
+            0
+        ),
+        "reduce_scatter_tensor": lambda group, x, op, size: group.scattered(x, op),
+        "reduce_scatter": lambda group, x, op: group.scattered(x, op, False),
+        "all_to_all_single": lambda group, x, received, sent: group.exchanged(x, received, sent),
+        "all_to_all": lambda group, x: all_to_all(x, group.axes, split_dim=0, concat_dim=0).unbind(
+            0
+        ),
+        "broadcast": lambda group, x, source: broadcast(x, group.axes, source, dst=R),
+    }
+)
+"""Collectives of torch that autograd sees: those of `_functional_collectives` whose names end in
+`_autograd`, and those of `torch.distributed.nn.functional`."""
 
 
 def unseen_by_autograd(name: str) -> CollectiveError:
@@ -354,6 +493,7 @@ def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
 
 def group_axes(mesh: Mesh, name: str) -> tuple[str, ...] | None:
     """Returns the axes whose group has this name; None if no axes have it."""
+    mesh = mesh.full or mesh
     if mesh.device_mesh is None:
         return None
     known: dict[str, tuple[str, ...]]

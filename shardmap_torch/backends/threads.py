@@ -25,6 +25,7 @@ from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import current_graph_task_id, forward_level
 from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing, show_shape
 from shardmap_torch.mesh import Mesh, current_mesh, use_mesh
+from shardmap_torch.types import V
 
 T = TypeVar("T")
 
@@ -49,6 +50,10 @@ class _Aborted(BaseException):
     """Unwinds a rank because another one failed; never seen outside."""
 
 
+Transfer = tuple[int, int, int]
+"""The ranks that send and receive a tensor, and its tag."""
+
+
 class Rendezvous:
     """Lets the ranks of one mesh run in turn and meet at collectives."""
 
@@ -59,6 +64,8 @@ class Rendezvous:
         self._ready = set(range(mesh.size))
         self._waiting: dict[int, Post] = {}
         self._inbox: dict[int, Tensor] = {}
+        self._sent: dict[Transfer, list[Tensor]] = {}
+        self._awaited: dict[int, Transfer] = {}
         self._failure: BaseException | None = None
         self.forward_level = forward_level()
         self.at_end: list[Callable[[], None]] = []
@@ -141,6 +148,26 @@ class Rendezvous:
                 raise _Aborted
         return self._inbox.pop(rank)
 
+    def send(self, transfer: Transfer, x: Tensor) -> None:
+        """Leaves a tensor for the rank that receives it, which goes on if it waits."""
+        self._sent.setdefault(transfer, []).append(x)
+        target = transfer[1]
+        if self._awaited.get(target) == transfer:
+            del self._awaited[target], self._waiting[target]
+            self._ready.add(target)
+
+    def receive(self, transfer: Transfer, post: Post) -> Tensor:
+        """Waits for a tensor; `post` describes it."""
+        rank = transfer[1]
+        if not self._sent.get(transfer):
+            self._awaited[rank], self._waiting[rank] = transfer, post
+            self._ready.discard(rank)
+            self._hand_over()
+            self._turns[rank].acquire()
+            if self._failure is not None:
+                raise _Aborted
+        return self._sent[transfer].pop(0)
+
     def _resolve(self, members: tuple[int, ...], posts: list[Post]) -> None:
         if len({post.what for post in posts}) > 1:
             raise self._mismatch("The ranks of one axis called different collectives:")
@@ -206,12 +233,41 @@ def handing_over(leave: Callable[[], None], back: Callable[[], None]) -> Iterato
 
 
 class ThreadBackend(RankBackend):
-    """One rank of a rendezvous."""
+    """One rank of a rendezvous; it sends and receives for `torch.distributed` too."""
 
     def __init__(self, mesh: Mesh, rank: int, rendezvous: Rendezvous) -> None:
         """Places `rank`; `rendezvous` is replaced for the backward run."""
         super().__init__(mesh, rank)
         self.rendezvous = rendezvous
+
+    @property
+    def transfers(self) -> "ThreadBackend":
+        """Itself: see `ops.transfers`."""
+        return self
+
+    def send(self, axes: tuple[str, ...], peer: int, tag: int, x: Tensor) -> None:
+        """Sends a copy of a tensor to a peer along axes."""
+        target = self.mesh.peers(axes, self.place)[peer]
+        self.rendezvous.send((self.rank, target, tag), x.detach().clone())
+
+    def receive(
+        self, axes: tuple[str, ...], peer: int, tag: int, like: Tensor
+    ) -> Callable[[], Tensor]:
+        """Returns what waits for a tensor of a peer."""
+        source = self.mesh.peers(axes, self.place)[peer]
+        what = f"recv of {show_tensor(like)} from rank {source}"
+        post = Post((), what, _place(), "", Collective("recv", V, V, axes), like)
+        return lambda: self._meet(lambda: self.rendezvous.receive((source, self.rank, tag), post))
+
+    def _meet(self, meeting: Callable[[], Tensor]) -> Tensor:
+        """Lets other ranks run meanwhile, with which this one shares torch's state."""
+        pauses = list(_PAUSES.stack)
+        for leave, _ in reversed(pauses):
+            leave()
+        received = meeting()
+        for _, back in pauses:
+            back()
+        return received
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Meets the other ranks along the collective's axes.
@@ -226,13 +282,7 @@ class ThreadBackend(RankBackend):
         # The source of a broadcast and the pairs of a permutation must agree as well.
         what = f"{collective}{_arguments(collective, move)} of {show_tensor(x)}"
         post = Post(members, what, _place(), move, collective, x.detach())
-        pauses = list(_PAUSES.stack)
-        for leave, _ in reversed(pauses):
-            leave()
-        received = self.rendezvous.on_operation(self.rank, post)
-        for _, back in pauses:
-            back()
-        return received
+        return self._meet(lambda: self.rendezvous.on_operation(self.rank, post))
 
 
 def show_tensor(x: Tensor) -> str:

@@ -113,6 +113,10 @@ class Checker(Backend, Protocol):
         """
         ...
 
+    def note_asked(self, axes: Sequence[str]) -> None:
+        """Notes that the body asks for the number of ranks along axes, or for its own."""
+        ...
+
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type along these axes; `name` is who says so.
 

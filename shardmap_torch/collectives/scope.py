@@ -5,7 +5,8 @@ trace `ContextVar.get`), which operations read once, in their forward.
 """
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -124,6 +125,16 @@ class enter_scope:  # noqa: N801 - used as a function; a generator would cost ea
         SCOPES.stack.pop()
         if self._scope is not None and self._scope.drawing is not None:
             self._scope.drawing.leave()
+
+
+@contextmanager
+def backward_in(scope: Scope) -> Iterator[None]:
+    """Runs backwards that begin in the context with a scope, for groups of torch.distributed."""
+    before, SCOPES.backward = SCOPES.backward, scope
+    try:
+        yield
+    finally:
+        SCOPES.backward = before
 
 
 def scope_of(name: str, axes: Sequence[str]) -> Scope:

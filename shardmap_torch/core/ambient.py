@@ -11,10 +11,14 @@ from typing import Any, Final
 class _Scopes(threading.local):
     def __init__(self) -> None:
         self.stack: list[Any] = []
+        self.backward: Any = None
 
 
 SILENT: Final[ContextVar[bool]] = ContextVar("silent", default=False)
 """True while bodies run for the library's own sake, so that they should not print."""
 
 SCOPES: Final = _Scopes()
-"""The scopes of this thread, the innermost last; None is that of code outside of any body."""
+"""The scopes of this thread, the innermost last; None is that of code outside of any body.
+
+`backward` is that of the body whose backward runs, where no code in it has a scope of its own.
+"""

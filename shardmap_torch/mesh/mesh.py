@@ -222,28 +222,26 @@ class Mesh(Grid):
     def rank(self) -> int:
         """The rank of this process on the mesh; outside of bodies 0 where it holds all ranks.
 
-        For what one process does outside of a body, such as to print.
+        In a body it is the rank of the body. A check follows the number: it differs by rank, and so
+        does what the body makes of it.
 
         Raises:
-            MeshError: asked in a body of a simulated or abstract mesh, where all ranks run as one
-                program; in threads, which is with `check=False`, each has its own rank.
+            MeshError: all ranks run the body as one program, as on a batched mesh.
 
         Source: `jax.process_index`, `torch.distributed.get_rank`.
         """
-        if self.device_mesh is not None:
+        scope = SCOPES.stack[-1] if SCOPES.stack else None
+        rank: int | None = None if scope is None else scope.backend.rank_along(self.axis_names)
+        if rank is None and self.device_mesh is not None:
             process = dist.get_rank()
             return self.processes.index(process) if self.processes else process
-        scope = SCOPES.stack[-1] if SCOPES.stack else None
-        if scope is None or self.size == 1:
-            return 0
-        rank: int | None = scope.backend.rank_along(self.axis_names)
-        if rank is None:
+        if rank is None and scope is not None and self.size > 1:
             raise MeshError(
                 f"mesh.rank is asked for in a body on the {self}, where all ranks run as one "
                 "program. Use axis_index(axis), a tensor that varies; ask outside of the body "
                 "which process prints."
             )
-        return rank
+        return 0 if rank is None else rank
 
     def processes_of(self, ranks: Sequence[int]) -> list[int]:
         """Returns the numbers that torch.distributed has for ranks of this mesh."""

@@ -18,6 +18,7 @@ from shardmap_torch.boundary.matching import crosses
 from shardmap_torch.boundary.shards import global_of, locals_of
 from shardmap_torch.checker.guards.state import State
 from shardmap_torch.collectives.autograd import TypedFunction
+from shardmap_torch.collectives.scope import Scope, backward_in
 from shardmap_torch.control.messages import by_ranks
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import can_receive_gradient, reject_batched_gradients
@@ -25,6 +26,7 @@ from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
+from shardmap_torch.ops.asking import ANSWERING
 from shardmap_torch.run.drawing import CallSeed, Drawing
 from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
@@ -91,7 +93,8 @@ class _Ranks:
         rendezvous = Rendezvous(mesh)
         self.backends = [ThreadBackend(mesh, rank, rendezvous) for rank in range(mesh.size)]
         watch = Untouched(self.call, self.leaves[0])
-        self.results = rendezvous.run(self._body)
+        with ANSWERING:
+            self.results = rendezvous.run(self._body)
         watch.check()
         self._reject_different()
         self.joined = self.results[0].match.crossing
@@ -187,9 +190,10 @@ class _Ranks:
             if not pairs or not into:
                 return (None,) * len(into)
             ys, gs = zip(*pairs, strict=True)
-            return torch.autograd.grad(ys, into, gs, retain_graph=True, allow_unused=True)
+            with backward_in(Scope(self.backends[rank], self.call.bound)):
+                return torch.autograd.grad(ys, into, gs, retain_graph=True, allow_unused=True)
 
-        with self.call.separate() as wrap:
+        with self.call.separate() as wrap, ANSWERING:
             pulled = rendezvous.run(wrap(pull))
         gradients: list[Tensor | None] = [None] * (len(self.specs) + len(self.closures))
         for k, i in enumerate(differentiable):

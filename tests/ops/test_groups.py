@@ -473,30 +473,3 @@ def test_a_group_of_no_axis_is_an_error() -> None:
     with pytest.raises(MeshError) as caught:
         sm.axis_group(mesh_of("ranks"), "dp")
     assert str(caught.value) == "No axes 'dp' in the simulated mesh (tp=2)."
-
-
-ASKING: Final[dict[str, Callable[[Mesh], int]]] = {
-    "group.rank()": lambda mesh: sm.axis_group(mesh, "tp").rank(),
-    "mesh.rank": lambda mesh: mesh.rank,
-}
-"""Ways in which a body may ask for its rank."""
-
-
-@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
-def test_a_rank_that_asks_who_it_is_gets_its_rank_or_an_error(ask: Callable[[Mesh], int]) -> None:
-    """One program for all ranks has no rank; as it is 0 elsewhere, each would take part 0."""
-    mesh = make_mesh((2,), ("tp",), kind="simulated")
-
-    def body(x: Tensor) -> Tensor:
-        return x.chunk(2)[ask(mesh)]
-
-    x = torch.arange(4.0)
-    unchecked = sm.shard_map(
-        body, mesh=mesh, in_specs=P(replicate={"tp"}), out_specs=P("tp"), check=False
-    )
-    assert unchecked(x).tolist() == [0, 1, 2, 3]
-    for check in (True, "global"):
-        f = sm.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P("tp"), check=check)
-        with pytest.raises((CollectiveError, MeshError), match=r"Use axis_index\(axis\)"):
-            f(x)
-    assert ask(mesh) == 0  # outside of a body, this process

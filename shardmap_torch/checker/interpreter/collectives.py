@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.program import Equation, bytes_sent, is_constant, use_of
 from shardmap_torch.checker.ir.repairs import Repair, Spot, collective_call
+from shardmap_torch.checker.rewrites.rank_numbers import Asking
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA, MOVEMENTS
 from shardmap_torch.collectives.operations import Collective, Extremum
@@ -126,6 +127,18 @@ class AbstractBackend(WithoutAutomaticAxes):
         interpreter.add(storage_type.made)
         interpreter.observer.on_axis_index(index, axes)
         return index
+
+    def note_asked(self, axes: Sequence[str]) -> None:
+        """Notes that on one device the body may take other steps, for one rank."""
+        self._interpreter.traits.asks |= {*axes}
+
+    def rank_along(self, axes: tuple[str, ...]) -> Any:
+        """Returns the position along `axes`, as a number that differs by rank."""
+        interpreter = self._interpreter
+        interpreter.numbers.differ_by_rank = True
+        interpreter.needs_ranks("a number that differs by rank")
+        self.note_asked(axes)
+        return Asking(interpreter, self.mesh, self.index).rank_along(axes)
 
     def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> None:
         """Records the all-reduce of an input's gradient that its spec implies."""

@@ -35,8 +35,9 @@ from shardmap_torch.checker.ir.rank_only import (
     without_rule,
 )
 from shardmap_torch.checker.ir.sizes import as_numbers
+from shardmap_torch.checker.rewrites import distributed, rank_numbers
 from shardmap_torch.checker.rewrites.copies import MAY_COPY
-from shardmap_torch.checker.rewrites.functions import METADATA, rewritten
+from shardmap_torch.checker.rewrites.functions import METADATA
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
 from shardmap_torch.core.autograd_state import graph_nodes
@@ -55,6 +56,7 @@ from shardmap_torch.core.torch_private.engine import (
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
+from shardmap_torch.ops.asking import ANSWERING
 
 _PLAINLY: Final = nullcontext()
 _TAKES_GRADIENT: Final = gradient_of_transform.__code__
@@ -86,9 +88,12 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         stack.enter_context(_Functions(interpreter))
         stack.enter_context(_quiet())
         stack.enter_context(
-            watching_functions(interpreter.needs_ranks, partial(uncommitted, interpreter))
+            watching_functions(
+                interpreter.needs_ranks, partial(uncommitted, interpreter), distributed.applied
+            )
         )
         stack.enter_context(guarding_generator_state(interpreter.name))
+        stack.enter_context(ANSWERING)
         interpreter.begin()
         stack.callback(interpreter.forget_nodes)
         _CURRENT.stack.append(interpreter)
@@ -169,7 +174,7 @@ class _Functions(TorchFunctionMode):
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
         self._interpreter.reject_outer(args)
-        called, func = func, rewritten(self._interpreter, func, args, kwargs)
+        called, func = func, rank_numbers.rewritten(self._interpreter, func, args, kwargs)
         numbers = self._interpreter.numbers
         given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
         if given is not None:
@@ -182,7 +187,7 @@ class _Functions(TorchFunctionMode):
             self._note(args, out)
         if given is not None:
             _forget([*args, out])
-        return out
+        return rank_numbers.marked(self._interpreter, called, args, kwargs, out)
 
     def _apply(self, func: Any, args: Any, kwargs: Any, called: Any) -> Any:
         before, self._interpreter.function = self._interpreter.function, called

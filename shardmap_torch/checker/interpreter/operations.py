@@ -118,7 +118,7 @@ class Operations(UncompiledMode):
                 "branches are checked, write the loop in Python, or use torch.where."
             )
         if func.namespace in distributed.NAMESPACES:
-            out = distributed.typed_call(self._interpreter, func, args, self)
+            out = distributed.typed_call(func, args, self)
             if out is not NotImplemented:
                 return out
         return _interpret(self._interpreter, func, args, kwargs, found)

@@ -80,6 +80,7 @@ class Traits:
         averages: whether it averages over shards losses whose targets must not be ignored.
         applies_functions: whether it applies autograd Functions other than collectives.
         closed_over: the ids of tensors that it reads and that are no arguments.
+        asks: axes along which it asks a group of torch.distributed for its rank or size.
     """
 
     rank_only: str | None = None
@@ -88,6 +89,7 @@ class Traits:
     averages: bool = False
     applies_functions: bool = False
     closed_over: set[int] = field(default_factory=set)
+    asks: frozenset[str] = frozenset()
 
     @staticmethod
     def of_all(paths: "Sequence[Traits]") -> "Traits":
@@ -100,6 +102,7 @@ class Traits:
             any(each.averages for each in paths),
             any(each.applies_functions for each in paths),
             set().union(*[each.closed_over for each in paths]),
+            frozenset[str]().union(*(each.asks for each in paths)),
         )
 
 

@@ -77,6 +77,10 @@ class Branch:
         return f"{self.condition} is {self.holds}{at}"
 
 
+class PartsNeededError(BaseException):
+    """Unwinds a body that takes a rank's part of a tuple, to mark those that torch returns."""
+
+
 class Failing:
     """Context that records an error of the checker even if the body catches it.
 
@@ -108,6 +112,7 @@ class Branches:
     def __init__(self, name: str, given: Sequence[bool] = (), others: int = 0) -> None:
         """Keeps the answers; `others` is the number of other known paths."""
         self.name, self._answers, self._others = name, given, others
+        self.marks_parts = False  # kept by `start`
         self.start()
 
     def end(self) -> None:
@@ -137,7 +142,9 @@ class Branches:
 
     def again(self) -> "Branches":
         """Returns new branches for the same path."""
-        return Branches(self.name, self._answers, self._others)
+        same = Branches(self.name, self._answers, self._others)
+        same.marks_parts = self.marks_parts
+        return same
 
     def decide(self, condition: Condition) -> bool:
         """Decides the condition on this path.
@@ -233,6 +240,7 @@ class Numbers:
 
     Attributes:
         any: whether there are any.
+        differ_by_rank: whether there are others, which differ by rank; see `rank_numbers`.
         sites: the user's line for each, in the order in which they were made, which decides the
             stand-ins.
     """
@@ -240,7 +248,7 @@ class Numbers:
     def __init__(self, branches: Branches) -> None:
         """Starts without numbers; `branches` decides the outcome of their comparisons."""
         self.branches = branches
-        self.any = False
+        self.any = self.differ_by_rank = False
         self.sites: dict[str, Site | None] = {}
         self._by_source: dict[Any, SymbolicNumber] = {}
         self._by_text: dict[str, SymbolicNumber] = {}

@@ -1,14 +1,12 @@
 """Calls of torch.distributed in a body.
 
-On the group of an axis they are interpreted as typed collectives: on processes such a call ends in
-an operator, which is replaced here; on other meshes the group's object calls the typed collectives
-itself, see `ops.groups`. What other calls do to types and gradients nobody can tell: their error
-names the function to use.
+On the group of an axis they are interpreted as typed collectives, by the methods of `AxisGroup`: on
+processes functional ones end in an operator, which is replaced here. What other calls do to types
+and gradients nobody can tell: their error names the function to use.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
@@ -17,20 +15,15 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.nn import functional as differentiable
 
 from shardmap_torch.checker.ir.own_functions import rejects_transforms
-from shardmap_torch.checker.rewrites.copies import Host
-from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope, scope_of
+from shardmap_torch.collectives.scope import current_scope, scope_of
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.engine import OpOverload, c10d, current_autograd_node
+from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
 from shardmap_torch.errors import ShardMapError, ShardTypeError
-from shardmap_torch.ops.groups import (
-    FUNCTIONAL,
-    Arriving,
-    AxisGroup,
-    group_axes,
-    unseen_by_autograd,
-)
+from shardmap_torch.ops.groups import FUNCTIONAL, AxisGroup, group_axes
 
 NAMESPACES: Final = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
@@ -38,70 +31,19 @@ NAMESPACES: Final = frozenset(
 """Namespaces of the operators that torch.distributed's functions call."""
 
 
-@dataclass(frozen=True)
-class _Read:
-    """An operator of torch.distributed, read.
-
-    Attributes:
-        group: name of its group.
-        tensors: what it reads and writes.
-        call: does the same with the group of axes.
-    """
-
-    group: str
-    tensors: list[Tensor]
-    call: Callable[[AxisGroup], Any]
-
-
-def _name_of(group: Any) -> str:
-    return str(c10d.ProcessGroup.unbox(group).group_name)
-
-
-def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *rest: Any) -> _Read:
-    return _Read(_name_of(group), tensors, lambda axes: axes.allreduce(tensors, op.op()))
-
-
-def _into(name: str, options: Callable[..., Sequence[Any]]) -> Callable[..., _Read]:
-    """Makes the reader of an operator that writes into its first tensor."""
-
-    def read(output: Tensor, x: Tensor, group: Any, *rest: Any) -> _Read:
-        def call(axes: AxisGroup) -> Any:
-            return getattr(axes, name)(output, x, *options(*rest))
-
-        return _Read(_name_of(group), [output, x], call)
-
-    return read
-
-
-def _functional(name: str) -> tuple[Callable[..., _Read], str]:
-    """Returns the reader of a functional collective, whose last argument names its group."""
-    functional = FUNCTIONAL[name]
-
-    def read(*args: Any) -> _Read:
-        return _Read(args[-1], [args[0]], lambda axes: functional.call(axes, *args[:-1]))
-
-    return read, functional.name
-
-
-_TYPED: Final[Mapping[str, tuple[Callable[..., _Read], str]]] = MappingProxyType(
-    {
-        "c10d::allreduce_": (_all_reduce, "all_reduce"),
-        "c10d::_allgather_base_": (_into("all_gather_single", lambda *_: ()), "all_gather"),
-        "c10d::_reduce_scatter_base_": (
-            _into("reduce_scatter_single", lambda op, *_: [op.op()]),
-            "reduce_scatter",
-        ),
-        "c10d::alltoall_base_": (_into("all_to_all_single", lambda *s: s[:2]), "all_to_all"),
-        **{f"_c10d_functional::{name}": _functional(name) for name in FUNCTIONAL},
-    }
+OPERATORS: Final = (
+    *(getattr(torch.ops._c10d_functional, name) for name in FUNCTIONAL),
+    torch.ops._c10d_functional_autograd.all_gather_into_tensor,
+    torch.ops._c10d_functional_autograd.reduce_scatter_tensor,
+    torch.ops._c10d_functional_autograd.all_to_all_single,
 )
-"""The reader of each operator, and the name of the typed function."""
+"""Functional collectives, as torch's functions call them."""
 
 
 def typed_call(
-    host: Host, op: OpOverload, args: tuple[Any, ...], context: AbstractContextManager[object]
+    op: OpOverload, args: tuple[Any, ...], context: AbstractContextManager[object]
 ) -> Any:
-    """Interprets an operator of torch.distributed under the mode `context`.
+    """Interprets a functional collective of torch.distributed under the mode `context`.
 
     Returns NotImplemented for other operators, and for groups that are not those of axes.
 
@@ -112,35 +54,72 @@ def typed_call(
     called = op._schema.name
     if called == "_c10d_functional::wait_tensor":
         return args[0]  # of a typed call: others have been refused
-    if called not in _TYPED:
+    if not called.startswith("_c10d_functional::") or called.split("::")[1] not in FUNCTIONAL:
         return NotImplemented
-    read, name = _TYPED[called]
+    with context:
+        return functional(called, *args)
+
+
+def functional(called: str, x: Tensor, *rest: Any) -> Any:
+    """Calls a functional collective, by its operator's name; the last argument names its group."""
     scope = current_scope()
     if scope is None:  # torch.func would apply a Function that it takes without a scope
         if not rejects_transforms(current_autograd_node()):
             return NotImplemented
-        scope = scope_of(name, ())  # raises
-    found = read(*args)
-    axes = group_axes(scope.backend.mesh, found.group)
+        scope = scope_of(called.split("::")[1], ())  # raises
+    axes = group_axes(scope.backend.mesh, rest[-1])
     if axes is None:
         return NotImplemented
-    if any(map(host.flows, found.tensors)):
-        raise unseen_by_autograd(name)
-    # Runs do not see the call, so that it is no step of their program.
-    with context, enter_scope(Scope(scope.backend, scope.axes)):
-        result = found.call(AxisGroup(scope.backend.mesh, axes))
-        if isinstance(result, Arriving) and not _is_asynchronous(op, args):
-            result.wait()
-    if isinstance(result, Tensor):
-        return result
-    found.tensors[0]._shardmap_work = result  # type: ignore[attr-defined]  # torch's box does not
-    work = c10d.Work.boxed(result)
-    return work if len(op._schema.returns) == 1 else (args[0], work)
+    return AxisGroup(scope.backend.mesh, axes).functional(called, x, *rest[:-1])
 
 
-def _is_asynchronous(op: OpOverload, args: tuple[Any, ...]) -> bool:
-    at = [argument.name for argument in op._schema.arguments].index("async_op")
-    return bool(args[at] if at < len(args) else op._schema.arguments[at].default_value)
+# -------------------------------------------------------------------------------- differentiable
+
+
+def _group_of(group: Any) -> AxisGroup | None:
+    """Returns the group of axes that a Function gets; None is that of all."""
+    scope = current_scope()
+    if scope is None or isinstance(group, AxisGroup):
+        return group if scope is not None else None
+    mesh = scope.backend.mesh
+    if group is None:
+        return AxisGroup(mesh, mesh.axis_names)
+    axes = group_axes(mesh, str(group.group_name))
+    return None if axes is None else AxisGroup(mesh, axes)
+
+
+Call = tuple[str, Any, Tensor, tuple[Any, ...]]
+"""The name in `DIFFERENTIABLE`, the group, the operand and what else there is."""
+
+_FUNCTIONS: Final[Mapping[Any, Callable[..., Call]]] = MappingProxyType(
+    {
+        differentiable._AllReduce: lambda op, group, x: ("all_reduce", group, x, (op,)),
+        differentiable._AllGather: lambda group, x: ("all_gather", group, x, ()),
+        differentiable._AlltoAll: lambda group, out, *xs: (
+            *("all_to_all", group, torch.stack(xs)),
+            (),
+        ),
+        differentiable._Reduce_Scatter: lambda op, group, out, *xs: (
+            *("reduce_scatter", group, torch.stack(xs)),
+            (op,),
+        ),
+        differentiable._AlltoAllSingle: lambda group, out, received, sent, x: (
+            *("all_to_all_single", group, x),
+            (received or [], sent or []),
+        ),
+    }
+)
+"""Functions of `torch.distributed.nn.functional`, which run torch's own code outside of checks."""
+
+
+def applied(function: type[Function], args: tuple[Any, ...]) -> Any:
+    """Interprets a Function of `torch.distributed.nn.functional`; NotImplemented for others."""
+    read = _FUNCTIONS.get(function)
+    if read is None:
+        return NotImplemented
+    name, given, x, rest = read(*args)
+    group = _group_of(given)
+    return NotImplemented if group is None else group.differentiable(name, x, *rest)
 
 
 # ------------------------------------------------------------------------------- refused

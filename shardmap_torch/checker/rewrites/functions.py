@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import Host
 from shardmap_torch.core.autocasting import autocast_state
 from shardmap_torch.core.torch_private.engine import (
@@ -370,6 +371,16 @@ def cross_entropy(
     return (1 - label_smoothing) * picked - label_smoothing * spread
 
 
+def functional_form(operator: Any) -> Rewrite:
+    """Makes the rewrite of a functional collective, of which autograd sees no more than that."""
+
+    def call(host: Host, x: Tensor, *args: Any) -> Any:
+        """Calls it, if its group is that of axes."""
+        return distributed.functional(operator._qualified_op_name, x, *args)
+
+    return call
+
+
 REWRITES: Final[Mapping[Any, Rewrite]] = {
     Tensor.__getitem__: read,
     Tensor.__setitem__: write,
@@ -377,6 +388,7 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
     **dict.fromkeys((torch.narrow, Tensor.narrow), narrow),
+    **{operator: functional_form(operator) for operator in distributed.OPERATORS},
 }
 
 

@@ -24,6 +24,7 @@ from shardmap_torch.checker.ir.outcomes import Cast, Crossing, Where
 from shardmap_torch.checker.ir.paths import Branches
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.ir.repairs import rejection_of
+from shardmap_torch.checker.rewrites.rank_numbers import reject_returned
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.rules.lattice import accepts
 from shardmap_torch.checker.verify.outputs import Uncommitted, casts_to
@@ -38,10 +39,12 @@ from shardmap_torch.collectives.operations import (
     is_rounded_by,
 )
 from shardmap_torch.collectives.protocol import Casts, Edge
+from shardmap_torch.collectives.scope import Scope, backward_in
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.ops.transfers import require_received
 from shardmap_torch.types import AxisType, I, K, R, Z
 
 _SUMMED: tuple[Cast, ...] = (("convert", I, R),)
@@ -278,7 +281,8 @@ class Interpretation:
         interpreter = self.interpreter
         likes = self._likes()  # outside of the modes: arguments may be those of a transform
         grad = any(like.grad for like in likes.values()) or torch.is_grad_enabled()
-        with torch.set_grad_enabled(grad), interpreting(interpreter):
+        scope = Scope(self.backend, self._request.call.bound)
+        with torch.set_grad_enabled(grad), interpreting(interpreter), backward_in(scope):
             with DisableTorchFunction():
                 entered = {
                     position: self._enter(position, like) for position, like in likes.items()
@@ -318,5 +322,7 @@ class Interpretation:
         monitor = CheckMonitor(self.interpreter, self._request.start, self.inner)
         call = replace(self._request.call, follow=lambda: monitor)
         result = run_body(call, self.backend, list(inputs.values()))
+        require_received(self.backend)
+        reject_returned(result.leaves)
         self._branches.require()
         return result

@@ -11,7 +11,12 @@ from typing import Any, Final
 from shardmap_torch.boundary.call import Result
 from shardmap_torch.checker.interpreter import modes, operations
 from shardmap_torch.checker.ir.outcomes import PathOutcome
-from shardmap_torch.checker.ir.paths import Branches, SymbolicNumber, format_branches
+from shardmap_torch.checker.ir.paths import (
+    Branches,
+    PartsNeededError,
+    SymbolicNumber,
+    format_branches,
+)
 from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.verify.backward import PullBack
@@ -117,15 +122,24 @@ def verify_path(request: Request, branches: Branches) -> PathOutcome:
         ShardTypeError: it is not well-typed, or differs from the program on one device.
     """
     try:
-        one = interpret_on_one_device(request, branches)
-        if one is None:
-            return _verify(request, branches, None)
-        return _with_regions(request, branches, one)
+        try:
+            return _verify_with_one_device(request, branches)
+        except PartsNeededError:
+            branches.marks_parts = True
+            branches.start()
+        return _verify_with_one_device(request, branches)
     except ShardTypeError as error:
         error.args = ("\n".join([str(error), *format_branches(branches.taken)]),)
         raise
     finally:
         branches.end()
+
+
+def _verify_with_one_device(request: Request, branches: Branches) -> PathOutcome:
+    one = interpret_on_one_device(request, branches)
+    return (
+        _verify(request, branches, None) if one is None else _with_regions(request, branches, one)
+    )
 
 
 def _with_regions(request: Request, branches: Branches, one: OneDevice) -> PathOutcome:

@@ -66,8 +66,10 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         ShardTypeError: the ranks compute something else.
     """
     compared = _compared(call.mesh, strictness)
-    sending = _sending(call, compared)
+    verdict = _well_typed(call)
+    sending = [] if verdict is None else _sending(verdict, compared)
     axes = frozenset(axis for e in sending for axis in _axes_of(e)) & compared
+    axes |= frozenset() if verdict is None else verdict.traits.asks & compared
     if not axes:
         return None
     over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
@@ -123,14 +125,11 @@ def _compared(mesh: Mesh, strictness: Strictness) -> Axes:
     return frozenset(mesh.finest(sorted(strictness)))
 
 
-def _sending(call: Call, compared: Axes) -> list[Equation]:
+def _sending(verdict: Verdict, compared: Axes) -> list[Equation]:
     """Returns the collectives over compared axes that one device does not have.
 
     Those whose blocks are one more dim count only where there are no others.
     """
-    verdict = _well_typed(call)
-    if verdict is None:
-        return []
     equations = [e for e in verdict.equations if not compared.isdisjoint(_axes_of(e))]
     return list(filter(_sends, equations)) or list(filter(_stacks, equations))
 
@@ -208,7 +207,11 @@ def _program(call: Call, likes: dict[int, Like], strictness: Strictness, axes: A
     """Checks the call where only these axes have several ranks."""
     full = call.mesh
     sizes = tuple(full.shape[axis] if axis in axes else 1 for axis in full.axis_names)
-    mesh = Mesh(full.axis_names, sizes, "simulated", full.device, "ranks", aliases=full.aliases)
+    mesh = Mesh(
+        *(full.axis_names, sizes, "simulated", full.device, "ranks"),
+        aliases=full.aliases,
+        full=full,
+    )
     if mesh.size > _RANKS:
         raise UntriedError(_LARGE.format(f"there are {mesh.size} ranks", _RANKS))
     leaves = list(call.leaves)

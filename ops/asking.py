@@ -1,0 +1,207 @@
+"""Answers of torch.distributed and of the environment to a body that asks for its rank.
+
+Where ranks are no processes, torch knows of none of them, or of the one process that runs them all;
+and while a body is checked its rank is not the one of this process. So in such bodies torch's own
+questions are answered here: on this thread, and for as long as one runs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmap_torch.collectives.protocol import is_checker
+from shardmap_torch.collectives.scope import Scope
+from shardmap_torch.core.torch_private.world import Answering, World
+from shardmap_torch.errors import CollectiveError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.ops.groups import AxisGroup, asked_scope, group_axes
+
+_RANKS: Final = ("RANK", "LOCAL_RANK", "GROUP_RANK")
+_SIZES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def _asking() -> Scope | None:
+    """Returns the scope of a body whose rank is not that of this process."""
+    scope = asked_scope()
+    if scope is None or (scope.backend.mesh.device_mesh is not None and not _is_checked(scope)):
+        return None
+    return scope
+
+
+def _is_checked(scope: Scope) -> bool:
+    return is_checker(scope.backend)
+
+
+def _axes_of(mesh: Mesh, group: Any) -> tuple[str, ...] | None:
+    if isinstance(group, AxisGroup):
+        return group.axes
+    is_group = isinstance(group, ProcessGroup)
+    return group_axes(mesh, str(group.group_name)) if is_group else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Position:
+    """A position in a group, which is another one if it is so on any rank."""
+
+    at: Any
+
+    def __eq__(self, other: object) -> bool:
+        same = self.at == other
+        return all(getattr(same, "values", (same,)))
+
+    __hash__ = object.__hash__
+
+
+class _Members(Mapping[Any, Any]):
+    """The positions in the group of axes, by rank of the mesh."""
+
+    def __init__(self, scope: Scope, axes: tuple[str, ...]) -> None:
+        self._backend, self._axes = scope.backend, axes
+
+    def _own(self) -> Any:
+        return self._backend.rank_along(self._backend.mesh.axis_names)
+
+    def __getitem__(self, rank: Any) -> Any:
+        """Returns the position of a rank, also of one that differs by rank."""
+        mesh, own = self._backend.mesh, self._own()
+        place, others = mesh.coordinates(rank), mesh.coordinates(own)
+        apart = [a for a in mesh.axis_names if a not in self._axes and place[a] != others[a]]
+        if apart:
+            raise KeyError(rank)
+        return mesh.index(self._axes, place)
+
+    def __contains__(self, rank: object) -> bool:
+        try:
+            self[rank]
+        except KeyError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the ranks, in the order of their positions."""
+        return (rank for rank, _ in list(self.items())[: len(self)])
+
+    def items(self) -> Any:
+        """Yields ranks with their positions, also those at a distance from this rank's own."""
+        mesh, size = self._backend.mesh, len(self)
+        own = mesh.coordinates(self._own())
+        first = mesh.index(self._axes, own)
+        distances = [] if type(first) is int else [(first + at) % size for at in range(size)]
+        for at in (*range(size), *distances):
+            there, rest = dict(own), at
+            for axis in reversed(self._axes):
+                rest, there[axis] = divmod(rest, mesh.shape[axis])
+            yield mesh.rank_at(there), _Position(at)
+
+    def __len__(self) -> int:
+        """Returns the number of ranks of the group."""
+        return self._backend.mesh.num_ranks(self._axes)
+
+
+class _Groups(Mapping[Any, Any]):
+    """One of torch's tables of groups, with those of axes."""
+
+    def __init__(self, scope: Scope, table: str, known: Mapping[Any, Any]) -> None:
+        self._scope, self._table, self._known = scope, table, known
+
+    def __getitem__(self, group: Any) -> Any:
+        """Returns what the table says of a group."""
+        axes = _axes_of(self._scope.backend.mesh, group)
+        if axes is None or not (isinstance(group, AxisGroup) or self._table == "pg_group_ranks"):
+            return self._known[group]
+        if self._table == "pg_group_ranks":
+            return _Members(self._scope, axes)
+        return ("undefined", None) if self._table == "pg_map" else str(group.group_name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        """Returns the number of torch's."""
+        return len(self._known)
+
+    def __contains__(self, group: object) -> bool:
+        if isinstance(group, AxisGroup) or group in self._known:
+            return True
+        return _axes_of(self._scope.backend.mesh, group) is not None
+
+
+class _Answers(World):
+    """Answers torch's questions in bodies, and leaves all others to torch."""
+
+    def world(self, known: Any) -> Any:
+        """Returns the group of all ranks of the mesh."""
+        scope = _asking()
+        if scope is None or scope.backend.mesh.device_mesh is not None:
+            return known
+        return AxisGroup(scope.backend.mesh, scope.backend.mesh.axis_names)
+
+    def groups(self, table: str, known: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Returns a table with the groups of axes."""
+        scope = _asking()
+        return known if scope is None else _Groups(scope, table, known)
+
+    def rank(self, group: Any) -> Any:
+        """Returns the position in torch's group of axes, of a body that is checked."""
+        scope = _asking()
+        if scope is None:
+            return None
+        axes = group_axes(scope.backend.mesh, str(group.group_name))
+        if axes is None:
+            raise CollectiveError(
+                f"A body asks for its rank in a group that is none of the axes of the "
+                f"{scope.backend.mesh}. Use axis_index(axis), a tensor that varies, or "
+                "axis_group(mesh, axis).rank()."
+            )
+        return scope.backend.rank_along(axes)
+
+    def size(self, group: Any) -> int | None:
+        """Returns the number of ranks of torch's group of axes, on the mesh of the body."""
+        scope = _asking()
+        mesh = None if scope is None else scope.backend.mesh
+        axes = None if mesh is None else group_axes(mesh, str(group.group_name))
+        if axes is None or mesh is None or scope is None:
+            return None
+        if is_checker(scope.backend):
+            scope.backend.note_asked(axes)
+        return mesh.num_ranks(axes)
+
+    def method(self, group: Any, name: str) -> Callable[..., Any] | None:
+        """Returns the typed collective, for torch's group of axes in a body that is checked."""
+        scope = _asking()
+        mesh = None if scope is None else scope.backend.mesh
+        axes = None if mesh is None else group_axes(mesh, str(group.group_name))
+        return None if axes is None or mesh is None else getattr(AxisGroup(mesh, axes), name)
+
+    def coordinate(self, mesh: DeviceMesh) -> list[Any] | None:
+        """Returns the position along each axis of torch's mesh."""
+        scope = _asking()
+        names = mesh.mesh_dim_names
+        if scope is None or names is None or not {*names} <= {*scope.backend.mesh.axis_names}:
+            return None
+        return [scope.backend.rank_along((axis,)) for axis in names]
+
+    def variable(self, name: str) -> str | None:
+        """Returns a variable of the environment."""
+        if name not in _RANKS and name not in _SIZES:
+            return None
+        scope = _asking()
+        if scope is None:
+            return None
+        mesh = scope.backend.mesh
+        if name in _SIZES:
+            return str(mesh.size) if mesh.device_mesh is None else None
+        rank: Any = 0 if name == "GROUP_RANK" else scope.backend.rank_along(mesh.axis_names)
+        if _is_checked(scope) and type(rank) is not int:
+            rank.refuse(
+                f"{name} of the environment is text, which cannot differ by rank.",
+                "use axis_index(axis), a tensor that varies, or axis_group(mesh, axis).rank()",
+            )
+        return None if rank is None else str(rank)
+
+
+ANSWERING: Final = Answering(_Answers())
+"""A context in which bodies that run get answers about their own ranks."""
