@@ -272,6 +272,9 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
 
         On processes these do not see the call.
         """
+        asked = asked_scope()
+        if asked is not None and current_scope() is None and is_checker(asked.backend):
+            asked.backend.reject_lost(name)
         with in_backward():
             _, scope = read_axes(name, self.axes)
             scope.backend.needs_ranks()  # torch.func.vmap cannot write into what it does not batch
@@ -323,9 +326,14 @@ def asked_scope() -> Scope | None:
 
 
 def in_backward() -> AbstractContextManager[None]:
-    """Returns a context with the scope of the body whose backward runs."""
+    """Returns a context with the scope of the body whose backward runs, if nothing checks it.
+
+    A check has the Function applied as one of ours, which refuses to be differentiated again.
+    """
     scope = asked_scope()
-    return nullcontext() if scope is None or scope is current_scope() else enter_scope(scope)
+    if scope is None or scope is current_scope() or is_checker(scope.backend):
+        return nullcontext()
+    return enter_scope(scope)
 
 
 def begun(
@@ -446,22 +454,24 @@ def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
 
     With it code that calls `torch.distributed` is checked, and runs, before it is rewritten: on a
     mesh of processes it is torch's own group, which `mesh.device_mesh.get_group(axis)` returns too;
-    on a simulated or abstract mesh a stand-in. In a body these are typed, and nothing else of
-    `torch.distributed`:
+    on a simulated or abstract mesh a stand-in. In a body these are typed:
 
-    =========================== ============================== ==============
-    call                        as                             types
-    =========================== ============================== ==============
-    `all_reduce`                `all_reduce(dst=I)`, in place  P→I (MAX: V→I)
-    `all_gather_into_tensor`    `all_gather(dst=I)` of dim 0   V→I
-    `reduce_scatter_tensor`     `reduce_scatter` of dim 0      P→V
-    `all_to_all_single`         `all_to_all` of dim 0          V→V
-    =========================== ============================== ==============
+    ========================================= ============================== ==============
+    call                                      as                             types
+    ========================================= ============================== ==============
+    `all_reduce`                              `all_reduce(dst=I)`, in place  P→I (MAX: V→I)
+    `all_gather`, `all_gather_into_tensor`    `all_gather(dst=I)` of dim 0   V→I
+    `reduce_scatter`, `reduce_scatter_tensor` `reduce_scatter` of dim 0      P→V
+    `all_to_all`, `all_to_all_single`         `all_to_all` of dim 0          V→V
+    `broadcast`                               `broadcast(dst=I)`, in place   V→I
+    `isend` and `irecv` of all ranks          `ppermute`                     V→V
+    ========================================= ============================== ==============
 
-    The functional collectives of the same names are typed too. Autograd does not see
-    such a call, so that it is refused on tensors that need a gradient: call it on gradients, under
-    no_grad, or in the forward or backward of a `Function`. Processes do not compare such calls
-    before they begin.
+    and `rank()`, `size()`, also as `dist.get_rank(group)` and `dist.get_world_size(group)`. Autograd
+    does not see such a call, so that it is refused on tensors that need a gradient: call it on
+    gradients, under no_grad, or in the forward or backward of a `Function`. Functional collectives
+    of the same names are typed too, and those of `torch.distributed.nn.functional`; where these have
+    a gradient, their results are R. Processes do not compare such calls before they begin.
 
     Args:
         mesh: its mesh.

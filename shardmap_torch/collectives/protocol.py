@@ -113,6 +113,14 @@ class Checker(Backend, Protocol):
         """
         ...
 
+    def reject_lost(self, name: str) -> None:
+        """Refuses a call in the backward of a Function that torch.func would apply by itself.
+
+        Raises:
+            CollectiveError: it is in one, whose second derivative would leave the call out.
+        """
+        ...
+
     def note_asked(self, axes: Sequence[str]) -> None:
         """Notes that the body asks for the number of ranks along axes, or for its own."""
         ...

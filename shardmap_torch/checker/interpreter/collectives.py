@@ -13,6 +13,7 @@ from shardmap_torch.checker.calls.fake_results import empty
 from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import seeing
+from shardmap_torch.checker.ir.own_functions import rejects_transforms
 from shardmap_torch.checker.ir.program import Equation, bytes_sent, is_constant, use_of
 from shardmap_torch.checker.ir.repairs import Repair, Spot, collective_call
 from shardmap_torch.checker.rewrites.rank_numbers import Asking
@@ -21,8 +22,8 @@ from shardmap_torch.collectives.moves import EXTREMA, MOVEMENTS
 from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.collectives.protocol import Readings, WithoutAutomaticAxes
 from shardmap_torch.core.source_location import call_sites
-from shardmap_torch.core.torch_private.engine import DisableTorchFunction
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction, current_autograd_node
+from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 
@@ -127,6 +128,15 @@ class AbstractBackend(WithoutAutomaticAxes):
         interpreter.add(storage_type.made)
         interpreter.observer.on_axis_index(index, axes)
         return index
+
+    def reject_lost(self, name: str) -> None:
+        """Refuses a call in the backward of a Function that torch.func would apply by itself."""
+        if not rejects_transforms(current_autograd_node()):
+            raise CollectiveError(
+                f"{name} of torch.distributed is called in the backward of an autograd.Function "
+                "with setup_context, and torch.func would differentiate it again without the call. "
+                "Derive the Function from shardmap_torch.Function, whose backward is typed."
+            )
 
     def note_asked(self, axes: Sequence[str]) -> None:
         """Notes that on one device the body may take other steps, for one rank."""

@@ -64,8 +64,7 @@ _PLACES: Final[tuple[tuple[Any, str], ...]] = (
     (DeviceMesh, "get_coordinate"),
     (type(os.environ), "__getitem__"),
 )
-"""Places where torch and Python answer. Functions of torch have these looked up, whatever names users have
-for the functions."""
+"""Places where torch and Python answer, which functions of torch ask under any name of theirs."""
 
 
 class Answering:
