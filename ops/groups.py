@@ -467,11 +467,11 @@ def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
     `isend` and `irecv` of all ranks          `ppermute`                     V→V
     ========================================= ============================== ==============
 
-    and `rank()`, `size()`, also as `dist.get_rank(group)` and `dist.get_world_size(group)`. Autograd
+    and `rank()`, `size()`, also as `dist.get_rank(group)`, `dist.get_world_size(group)`. Autograd
     does not see such a call, so that it is refused on tensors that need a gradient: call it on
     gradients, under no_grad, or in the forward or backward of a `Function`. Functional collectives
-    of the same names are typed too, and those of `torch.distributed.nn.functional`; where these have
-    a gradient, their results are R. Processes do not compare such calls before they begin.
+    of the same names are typed too, and those of `torch.distributed.nn.functional`; with a gradient
+    their results are R. Processes do not compare such calls before they begin.
 
     Args:
         mesh: its mesh.
