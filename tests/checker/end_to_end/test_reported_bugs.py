@@ -32,21 +32,6 @@ W, A, B = numbers(6, 8), numbers(6, 4), numbers(4, 8)
 COLUMN = P(None, "tp")
 
 
-def test_a_norm_s_weight_updated_with_its_own_tokens_gradient_is_rejected() -> None:
-    """Megatron-LM 1446, gpt-neox 1257: the last norm differs between tensor-parallel ranks."""
-
-    def step(weight: Tensor, x: Tensor) -> Tensor:
-        def loss(weight: Tensor) -> Tensor:
-            return torch.nn.functional.layer_norm(x, [6], weight).square().sum()
-
-        return weight - 0.1 * gradient(loss, weight)
-
-    args = numbers(6, grad=False), DATA
-    text = rejection(step, *args, in_specs=(P(), P("tp")), out_specs=P())
-    assert "sub over axis 'tp' of Partial and K" in text
-    assert "sum the gradient first, with all_reduce(g, 'tp', dst=I)" in text
-
-
 def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return convert(x @ a, "tp", src=I, dst=R) @ b
 
@@ -230,19 +215,6 @@ def test_a_bias_that_the_first_rank_alone_adds_is_right() -> None:
     assert_right(body, one, *args, in_specs=(COLUMN, P("tp"), P()), out_specs=P())
 
 
-def test_a_bias_divided_by_the_ranks_that_add_it_is_right() -> None:
-    """torchtitan 4332: there the gradient was n times too small; here the boundary sums it."""
-
-    def body(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return all_reduce(x @ w + b / axis_size("tp"), "tp", dst=I)
-
-    def one(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return x @ w + b
-
-    args = numbers(5, 8), numbers(8, 3), numbers(3)
-    assert_right(body, one, *args, in_specs=(COLUMN, P("tp"), P()), out_specs=P())
-
-
 # --------------------------------------------------- well-typed, and something else than was meant
 
 
@@ -267,12 +239,3 @@ def test_a_sum_of_norms_where_the_norm_of_all_is_meant_is_not_seen() -> None:
         return all_reduce(x.square().sum().sqrt(), "tp", dst=I)
 
     accepted(norm, X, in_specs=P("tp"), out_specs=P())
-
-
-def test_a_mean_of_means_over_unequal_counts_is_not_seen() -> None:
-    """Megatron-LM 7213 and others: tokens count more on ranks that have few of them."""
-
-    def body(x: Tensor, mask: Tensor) -> Tensor:
-        return all_reduce((x.sum(-1) * mask).sum() / mask.sum(), "tp", dst=I, op="mean")
-
-    accepted(body, X, numbers(8, grad=False), in_specs=(P("tp"), P("tp")), out_specs=P())
