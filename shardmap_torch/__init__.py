@@ -38,7 +38,13 @@ from shardmap_torch.transform import shard_map
 from shardmap_torch.types import I, Partial, R, S, V
 
 if TYPE_CHECKING:
-    from shardmap_torch import kernels, lax, nn, optim, random, saving
+    from shardmap_torch import kernels as kernels
+    from shardmap_torch import lax as lax
+    from shardmap_torch import nn as nn
+    from shardmap_torch import optim as optim
+    from shardmap_torch import planning as planning
+    from shardmap_torch import random as random
+    from shardmap_torch import saving as saving
     from shardmap_torch.automatic import (
         AutoReport,
         Redistribution,
@@ -67,7 +73,9 @@ if TYPE_CHECKING:
 else:
     # Imported when first asked for, so that `import shardmap_torch` takes a fraction of a second:
     # modules by their name, functions and classes by the module that has them.
-    _MODULES = frozenset(["kernels", "lax", "nn", "optim", "parallel", "random", "saving"])
+    _MODULES = frozenset(
+        ["kernels", "lax", "nn", "optim", "parallel", "planning", "random", "saving"]
+    )
     _LAZY = {
         **dict.fromkeys(
             [
@@ -114,6 +122,7 @@ else:
 
 __version__ = "0.1.0"
 
+# Without modules: `import *` must not replace `torch.nn` and the standard `random`.
 __all__ = [
     "AutoReport",
     "CheckpointError",
@@ -165,21 +174,15 @@ __all__ = [
     "full",
     "functional",
     "grad",
-    "kernels",
-    "lax",
     "local_region",
     "loss_parallel",
     "make_mesh",
     "mark_sharding",
     "match_specs",
-    "nn",
-    "optim",
     "parallelize",
-    "random",
     "redistributions",
     "register_decomposition",
     "register_rule",
-    "saving",
     "shard_map",
     "trace",
     "typeof",

@@ -3,6 +3,7 @@
 import threading
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -673,3 +674,10 @@ def decorated(mesh: Mesh) -> None:
 @ON_EVERY_MESH
 def test_as_a_decorator_it_keeps_name_and_docstring(kind: str, gloo: Gloo) -> None:
     run_on(kind, decorated, gloo)
+
+
+def test_names_for_all_do_not_replace_modules_of_torch_and_python() -> None:
+    import shardmap_torch
+
+    exported = [getattr(shardmap_torch, name) for name in shardmap_torch.__all__]
+    assert not any(isinstance(value, ModuleType) for value in exported)

@@ -10,6 +10,7 @@ import optree
 import torch
 
 from shardmap_torch.core.caching import Memo, Unguarded
+from shardmap_torch.core.torch_private.engine import SUPPORTED_NODES
 from shardmap_torch.errors import SpecError, counted, show
 
 Tree: TypeAlias = Any
@@ -60,16 +61,12 @@ def flatten(tree: Tree) -> tuple[list[Any], Structure]:
         raise SpecError(
             f"A {type(tree).__name__} contains itself, or is nested too deep for a tree of tensors."
         ) from None
-    nodes = [leaf for leaf in leaves if type(leaf) in _TORCH_NODES]
+    nodes = [leaf for leaf in leaves if type(leaf) in SUPPORTED_NODES]
     if nodes:
         for node in nodes:
             _adopt(node)
         return flatten(tree)
     return leaves, structure
-
-
-_TORCH_NODES: Final = torch.utils._pytree.SUPPORTED_NODES
-"""The types of nodes that `torch.utils._pytree` knows; other libraries register theirs there."""
 
 
 @final
@@ -86,7 +83,7 @@ class _Context:
 
 def _adopt(tree: Any) -> None:
     """Registers the type of a node with optree as torch knows it."""
-    known = _TORCH_NODES[type(tree)]
+    known = SUPPORTED_NODES[type(tree)]
 
     def open_node(tree: Any) -> tuple[list[Any], _Context, tuple[Any, ...]]:
         children, context = known.flatten_fn(tree)
@@ -105,7 +102,7 @@ def _adopt(tree: Any) -> None:
 
 def _names(tree: Any) -> Iterator[Any]:
     """Yields the names or positions of a node's children."""
-    known = _TORCH_NODES[type(tree)]
+    known = SUPPORTED_NODES[type(tree)]
     if known.flatten_with_keys_fn is None:
         yield from range(len(known.flatten_fn(tree)[0]))
         return

@@ -224,7 +224,7 @@ def _is_served(tensors: Tensors) -> bool:
 
     They are of one dtype, on one device that has a kernel, and in memory as they are.
     """
-    if not _is_plain(tensors) or len({*map(_DTYPE, tensors)}) > 1:
+    if not (tensors and _is_plain(tensors)) or len({*map(_DTYPE, tensors)}) > 1:
         return False
     if any(map(Tensor.is_neg, tensors)):  # as the imaginary part of a conjugate
         return False

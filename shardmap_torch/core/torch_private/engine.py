@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
 from torch.utils._python_dispatch import return_and_correct_aliasing as finish_inplace_view
+from torch.utils._pytree import SUPPORTED_NODES
 
 c10d: Final = _distributed_c10d
 make_subclass: Final[Callable[..., Any]] = Tensor._make_subclass
@@ -198,6 +199,7 @@ use_count: Final[Callable[[Tensor], int]] = probed("torch:Tensor._use_count", _i
 """Returns how many hold a tensor, those in C++ too; without torch's, each is held by others."""
 
 __all__ = (
+    "SUPPORTED_NODES",
     "CtxWithSavedTensors",
     "DataDependentOutputException",
     "DisableTorchDispatch",

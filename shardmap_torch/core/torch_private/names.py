@@ -61,6 +61,7 @@ ENGINE: Final[Sequence[PrivateName]] = (
         "FakeTensorMode.cache_clear",
         "UnsupportedOperatorException",
     ),
+    *_rows("arguments of any pytree that torch knows", "torch.utils._pytree", "SUPPORTED_NODES"),
     *_rows(
         _MODES,
         "torch.utils._python_dispatch",
