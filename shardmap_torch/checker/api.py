@@ -17,7 +17,7 @@ from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use, show_types
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.core.torch_private.engine import FakeTensorMode
+from shardmap_torch.core.torch_private.fake_modes import make_fake_mode
 from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError, show
 from shardmap_torch.mesh import Mesh
@@ -59,7 +59,7 @@ class ShapeDtype:
 
 def stand_ins(tree: Tree) -> Tree:
     """Replaces `ShapeDtype` values by fake tensors."""
-    fake = FakeTensorMode()
+    fake = make_fake_mode()
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, ShapeDtype):

@@ -7,11 +7,10 @@ without knowing why; or would add numbers that do not belong together.
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
@@ -21,9 +20,13 @@ from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.control.control import Values
 from shardmap_torch.control.start import call_number, current
+from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardMapError, show_shape
+
+if TYPE_CHECKING:  # it takes a second to import
+    from torch.distributed.tensor import DTensor
 
 A = TypeVar("A")
 Y = TypeVar("Y")
@@ -170,11 +173,11 @@ def number(results: Iterable[object]) -> None:
     """Numbers the DTensors that a call returns: all processes make the same calls in one order."""
     call = call_number()
     for at, x in enumerate(results):
-        if type(x) is DTensor:
+        if is_dtensor(x):
             x._shardmap_made = call, at  # type: ignore[attr-defined]  # read below
 
 
-def shown_shard(x: DTensor) -> str:
+def shown_shard(x: "DTensor") -> str:
     """Formats shape, placements and number of a DTensor, whose values are not compared."""
     call, at = getattr(x, "_shardmap_made", (0, 0))
     made = f", result {at} of call {call}" if call else ""

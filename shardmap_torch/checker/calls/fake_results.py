@@ -31,6 +31,7 @@ from shardmap_torch.core.torch_private.engine import (
     make_subclass,
     set_throw_on_data_pointer,
 )
+from shardmap_torch.core.torch_private.fake_modes import make_fake_mode
 from shardmap_torch.errors import TransformError
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
@@ -503,4 +504,4 @@ def fake_mode(env: "ShapeEnv | None" = None) -> FakeTensorMode:
     if len(FakeTensorMode.cache) > REMEMBERED:
         FakeTensorMode.cache_clear()
     # What a body closes over has the sizes that it has.
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
+    return make_fake_mode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)

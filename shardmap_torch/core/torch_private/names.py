@@ -217,6 +217,16 @@ OPTIONAL: Final[Sequence[PrivateName]] = (
         "torch._C._functorch",
         "_set_vmap_fallback_warning_enabled",
     ),
+    *_rows(
+        "first checks without Dynamo; without it they import that, in a second",
+        "torch",
+        "_disable_dynamo",
+    ),
+    *_rows(
+        "first checks without Dynamo; without it they import that, in a second",
+        "torch._subclasses.fake_tensor",
+        "FakeTensorMode._dispatch_impl",
+    ),
     *_rows("AdamW in one pass; without it, it takes some ten", "torch", "_fused_adamw_"),
     *_rows(
         "to refuse DTensors sharded in strides by name; without it they are refused as unknown",
