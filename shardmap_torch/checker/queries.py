@@ -8,6 +8,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from shardmap_torch.checker.assertions import types_in_check
+from shardmap_torch.checker.interpreter.interpreter import Setting
 from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation
@@ -70,7 +71,10 @@ def propose_mean(error: ShardTypeError, gradient: Tensor, axis: str | tuple[str,
 def in_place_of_batched() -> AbstractContextManager[object]:
     """Returns a context for operators in a check that batched bodies do without."""
     interpreter = current_interpreter()
-    return nullcontext() if interpreter is None else interpreter.batching()
+    if interpreter is None:
+        return nullcontext()
+    # What they have in place of an operator of their own is no reason to run ranks.
+    return Setting(interpreter.traits, rank_only=interpreter.traits.rank_only)
 
 
 def call_region(

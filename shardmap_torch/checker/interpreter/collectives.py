@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.vmap import SPREAD
-from shardmap_torch.checker.calls.fake_results import empty
 from shardmap_torch.checker.interpreter import messages, proposals
-from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.modes import seeing
+from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.own_functions import rejects_transforms
 from shardmap_torch.checker.ir.program import Equation, bytes_sent, is_constant, use_of
 from shardmap_torch.checker.ir.repairs import Repair, Spot, collective_call
@@ -65,12 +65,8 @@ class AbstractBackend(WithoutAutomaticAxes):
 
         Under torch.func it runs while the mode of functions applies the Function, and is off.
         """
-        before, self._interpreter.switches = self._interpreter.switches, ()
-        try:
-            with self.seeing():
-                yield
-        finally:
-            self._interpreter.switches = before
+        with Setting(self._interpreter, switches=()), self.seeing():
+            yield
 
     def seeing(self) -> AbstractContextManager[object]:
         """Returns a context in which code that a backward runs again is seen."""

@@ -10,7 +10,7 @@ interpreter keeps the arguments of torch functions by node, from the first such 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
@@ -21,9 +21,8 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import kept
-from shardmap_torch.checker.ir import own_functions
 from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.ir.own_functions import is_own, own_nodes
+from shardmap_torch.checker.ir.own_functions import is_own, name_of_own, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import rejected
 from shardmap_torch.checker.rules.infer import Types, tensors_of
@@ -35,7 +34,6 @@ from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
     current_autograd_node,
-    functorch,
 )
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import I, K, Partial, R, V, Z
@@ -51,7 +49,7 @@ def is_observed(interpreter: "Interpreter") -> bool:
 
 def meet(interpreter: "Interpreter", function: Any, operands: Sequence[Any]) -> None:
     """Begins to keep values where a Function of the user's own is applied, with its operands."""
-    if own_functions.is_own(function):
+    if is_own(function):
         interpreter.keeps_values = True
         with DisableTorchFunction():
             remember(interpreter, operands)
@@ -62,15 +60,9 @@ def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
     for value in values if is_observed(interpreter) else ():
         if isinstance(value, Tensor | list | tuple):
             for tensor in tensors_of(value):
-                level, found = tensor, []
-                while True:
-                    node = level.grad_fn
-                    if node is not None:
-                        found.append((node, level.output_nr))
-                    if not functorch.is_functorch_wrapped_tensor(level):
-                        break
-                    level = functorch.get_unwrapped(level)
-                interpreter.values.update(dict.fromkeys(found, level))
+                *_, base = found = [*levels(tensor)]
+                nodes = [(x.grad_fn, x.output_nr) for x in found]
+                interpreter.values.update({(n, at): base for n, at in nodes if n is not None})
 
 
 def _value(interpreter: "Interpreter", node: Node | None, number: int) -> Tensor | None:
@@ -90,34 +82,15 @@ def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
     return is_observed(interpreter) and not inside
 
 
-def enter_backward(
-    interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
-) -> None:
-    """Reports to the observer that a custom backward begins, with these gradients."""
-    if _is_compared(interpreter, node):
-        values = [_value(interpreter, node, number) for number in range(len(gradients))]
-        interpreter.observer.on_backward_start(name, values, _bases(gradients))
-
-
-def leave_backward(
-    interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
-) -> None:
-    """Reports to the observer that a custom backward has ended, with these gradients."""
-    if _is_compared(interpreter, node):
-        pairs = zip(gradients, node.next_functions, strict=False)
-        typed = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
-        interpreter.observer.on_backward_end(
-            name, [value for _, value in typed], _bases([g for g, _ in typed])
-        )
-
-
-def reject_unseen(interpreter: "Interpreter", name_of: Callable[[Node | None], str | None]) -> None:
+def reject_unseen(interpreter: "Interpreter") -> None:
     """Refuses steps of a custom backward whose start was not reported, as in a recomputation."""
+    if interpreter.observer is UNOBSERVED:
+        return
     node = current_autograd_node()
     # The start of a watched node is reported; steps after its end are autograd's sums.
     if node is None or node in interpreter.watched:
         return
-    name = name_of(node)
+    name = name_of_own(node)
     if name is not None and _is_compared(interpreter, node):
         raise messages.error(
             interpreter,
@@ -258,7 +231,9 @@ def _enter(
         return interpreter.retyped(gradient, own)
 
     typed = tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
-    enter_backward(interpreter, node, name, typed)
+    if _is_compared(interpreter, node):
+        values = [_value(interpreter, node, number) for number in range(len(typed))]
+        interpreter.observer.on_backward_start(name, values, _bases(typed))
     return typed
 
 
@@ -289,7 +264,11 @@ def _check(
         for at, pair in enumerate(zip(operand.types, storage_type.types, strict=True)):
             if pair[0] == I and pair[1].varies:
                 raise _wrong(interpreter, node, name, at, operand, storage_type)
-    leave_backward(interpreter, node, name, gradients)
+    if _is_compared(interpreter, node):
+        pairs = zip(gradients, node.next_functions, strict=False)
+        returned = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
+        values, given = [value for _, value in returned], _bases([g for g, _ in returned])
+        interpreter.observer.on_backward_end(name, values, given)
     return gradients
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.calls.fake_results import address_of, fake_mode
+from shardmap_torch.checker.ir.fake_results import address_of, fake_mode, metadata_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.outcomes import Asserted, Traits
 from shardmap_torch.checker.ir.paths import Branches, Failing, Numbers
@@ -19,7 +19,6 @@ from shardmap_torch.checker.ir.program import (
     Equation,
     StorageType,
     Use,
-    use_of,
     varying,
 )
 from shardmap_torch.checker.ir.repairs import Repair, Spot
@@ -28,7 +27,7 @@ from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.closures import name_in
-from shardmap_torch.core.functorch import Token, base_of, outer_grad_mode
+from shardmap_torch.core.functorch import Token, base_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
@@ -94,11 +93,45 @@ class Remembered:
         return known
 
 
+class Setting:
+    """Context in which attributes of an object have other values.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> state = SimpleNamespace(is_paused=False)
+        >>> with Setting(state, is_paused=True):
+        ...     state.is_paused
+        True
+        >>> state.is_paused
+        False
+    """
+
+    __slots__ = ("_owner", "_values")
+
+    def __init__(self, owner: object, **values: Any) -> None:
+        """Changes nothing yet."""
+        self._owner, self._values = owner, values
+
+    def __enter__(self) -> None:
+        for name, value in self._values.items():
+            self._values[name] = getattr(self._owner, name)
+            setattr(self._owner, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        self.__enter__()  # swaps back
+
+
 class TypeStore:
     """The types of all tensors of one interpretation, which views of one storage share.
 
     Attributes:
         is_paused: whether the code that runs now is not the body's.
+        applies: whether a Function is applied under torch.func transforms. Its forward runs below
+            them all, with grad mode off. Other code that transforms call, such as the Function's
+            `vmap`, runs in the mode that was on outside of the first of them; where that was off,
+            the two cannot be told apart, and this is False.
+        ending_levels: those of transforms that take their gradients, and do not differentiate the
+            backwards by which they do.
         running: the backwards that the checker has started, and that run.
         switches: in code that a checkpoint runs for the first time, and no gradients are recorded,
             what gradients have been switched to in it; else None.
@@ -117,7 +150,7 @@ class TypeStore:
         self.remembered = Remembered()
         self.is_paused = False
         self._thread = threading.get_ident()
-        self._applies = False
+        self.applies = False
         self.ending_levels: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
         self._by_level: dict[int, Token] = {}
@@ -151,14 +184,9 @@ class TypeStore:
         for storage_type in self.types_by_storage.values():
             storage_type.made = None
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Setting:
         """Ignores operations in this context: they are not the body's."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+        return Setting(self, is_paused=True)
 
     def bring(
         self, tensor: Tensor, types: Types, label: str, read_only: str | None = None
@@ -220,7 +248,7 @@ class TypeStore:
         if torch.is_grad_enabled():
             if tensor.requires_grad:
                 return True
-        elif self._applies:
+        elif self.applies:
             return False  # the forward of a Function, whose backward is checked instead
         return any(t.alive and t.level not in self.ending_levels for t in self._tokens(tensor))
 
@@ -236,34 +264,6 @@ class TypeStore:
             return frozenset()
         alive = frozenset(t.level for t in self._tokens(tensor) if t.alive) - self.ending_levels
         return alive | {0} if torch.is_grad_enabled() and tensor.requires_grad else alive
-
-    @contextmanager
-    def applying(self) -> Iterator[None]:
-        """Marks a context in which a Function is applied under torch.func transforms.
-
-        Its forward runs below them all, with grad mode off. Other code that transforms call, such
-        as the Function's `vmap`, runs in the mode that was on outside of the first of them; where
-        that was off, the two cannot be told apart.
-        """
-        before, self._applies = self._applies, outer_grad_mode()
-        try:
-            yield
-        finally:
-            self._applies = before
-
-    @contextmanager
-    def ending(self, level: int | None) -> Iterator[None]:
-        """Marks a context in which the transform of this level takes its gradient.
-
-        Its own backward is not differentiated by it.
-        """
-        before = self.ending_levels
-        if level is not None:
-            self.ending_levels |= {level}
-        try:
-            yield
-        finally:
-            self.ending_levels = before
 
     def _tokens(self, tensor: Tensor) -> frozenset[Token]:
         storage_type = self.types_by_storage.get(address_of(tensor))
@@ -325,10 +325,6 @@ class TypeStore:
                     "differentiates" if differentiates else "batches",
                     name_in(self.body, tensor),
                 )
-
-    def mark_constant(self, tensor: Tensor) -> None:
-        """Records that no gradient flows through this tensor, independent of its storage."""
-        base_of(tensor)._shardmap_tokens = frozenset()  # type: ignore[attr-defined]  # ours
 
     def types(self, tensor: Tensor) -> Types:
         """Returns the types of a base tensor as an operand: I and R are K without a gradient."""
@@ -482,15 +478,6 @@ class Interpreter(TypeStore):
         """Returns whether sizes are symbols, or stand-ins for numbers: equal, and not the same."""
         return self.fake.shape_env is not None or self.numbers.any
 
-    @contextmanager
-    def decomposing(self) -> Iterator[None]:
-        """Marks operations in this context as the decomposition of one operator."""
-        before, self.is_decomposing = self.is_decomposing, True
-        try:
-            yield
-        finally:
-            self.is_decomposing = before
-
     def begin(self) -> None:
         """Starts recording autograd nodes; earlier ones are not the body's."""
         self._sequence = sequence_number()
@@ -509,15 +496,6 @@ class Interpreter(TypeStore):
             self.traits.rank_only = self.traits.rank_only or where
 
     @contextmanager
-    def batching(self) -> Iterator[None]:
-        """Types operations in this context in place of those that a batched body has there."""
-        before = self.traits.rank_only
-        try:
-            yield
-        finally:
-            self.traits.rank_only = before
-
-    @contextmanager
     def aside(self) -> Iterator[None]:
         """Types operations in this context without adding them to the program."""
         branches, traits = self.numbers.branches, replace(self.traits)
@@ -533,29 +511,50 @@ class Interpreter(TypeStore):
     ) -> StorageType:
         """Types a new tensor that an equation computes from its operands."""
         read = list(map(self.storage_type, operands))
-        tasks, tokens = self.tasks_of(read), self.tokens_of(operands, read)
-        storage = tensor.untyped_storage()
         batched_over = frozenset[int]().union(*(each.batched_over for each in read))
-        storage_type = StorageType(
-            types, equation, "", storage, tasks=tasks, batched_over=batched_over
-        )
-        self.types_by_storage[storage._cdata] = storage_type
-        if is_real(tensor.dtype):
-            storage_type.tokens = tokens
-            tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
-        equation.results = (self.result(tensor),)
-        return storage_type
+        descent = self.tokens_of(operands, read), self.tasks_of(read), batched_over
+        self.types_by_storage.pop(address_of(tensor), None)  # a copy may have been typed before
+        self.type_results(equation, [(0, tensor)], [types], *descent)
+        return equation.results[0].storage_type
 
-    def count(self, tensor: Tensor) -> int:
-        """Numbers a result."""
-        self._count += 1
-        tensor._shardmap_number = self._count  # type: ignore[attr-defined]  # ours
-        return self._count
+    def type_results(
+        self,
+        equation: Equation,
+        made: Iterable[tuple[int, Tensor]],
+        types: Sequence[Types],
+        tokens: frozenset[Token],
+        tasks: frozenset[int],
+        batched_over: frozenset[int],
+    ) -> None:
+        """Types and numbers what an equation has made; a view has the type of its storage.
 
-    def result(self, tensor: Tensor) -> Use:
-        """Numbers a result, and returns its use."""
-        self.count(tensor)
-        return use_of("", tensor, self.storage_type(tensor))
+        Args:
+            equation: gets its results.
+            made: the results, with their positions.
+            types: those of each position, in turn; K if there are none.
+            tokens: the differentiations that the results descend from.
+            tasks: those whose cotangents they descend from.
+            batched_over: the axes over which a batched body has them batched.
+        """
+        results = []
+        for index, tensor in made:
+            address = address_of(tensor)
+            storage_type = self.types_by_storage.get(address)
+            if storage_type is None:
+                own = types[index % len(types)] if types else (K,) * len(self.axes)
+                storage_type = StorageType(own, equation, "", tensor.untyped_storage(), tasks=tasks)
+                storage_type.batched_over = batched_over
+                self.types_by_storage[address] = storage_type
+            shape, dtype = metadata_of(tensor)
+            if is_real(dtype):
+                known = storage_type.tokens
+                # One object, where it can be: what descends from one differentiation shares it.
+                storage_type.tokens = known | tokens if known and known is not tokens else tokens
+                tensor.__dict__["_shardmap_tokens"] = tokens
+            self._count += 1
+            tensor.__dict__["_shardmap_number"] = number = self._count
+            results.append(Use("", storage_type, storage_type.types, dtype, shape, number))
+        equation.results = tuple(results)
 
     # --------------------------------------------------------------------------- equations
 

@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.interpreter import custom_functions, gradients, proposals, scalars
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
-from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.operations import Operations
-from shardmap_torch.checker.ir.addresses import ADDRESSES
-from shardmap_torch.checker.ir.generator_state import guarding_generator_state
+from shardmap_torch.checker.interpreter.questions import ADDRESSES, guarding_generator_state
 from shardmap_torch.checker.ir.rank_only import (
     GRAD_FN,
     HOOKS,
@@ -41,7 +40,13 @@ from shardmap_torch.checker.rewrites.functions import METADATA
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
 from shardmap_torch.core.autograd_state import graph_nodes
-from shardmap_torch.core.functorch import base_of, can_receive_gradient, tangents
+from shardmap_torch.core.functorch import (
+    base_of,
+    can_receive_gradient,
+    levels,
+    outer_grad_mode,
+    tangents,
+)
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
@@ -59,6 +64,7 @@ from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.ops.asking import ANSWERING
 
 _PLAINLY: Final = nullcontext()
+_LOGGER: Final = logging.getLogger("torch._subclasses.fake_tensor")
 _TAKES_GRADIENT: Final = gradient_of_transform.__code__
 
 
@@ -86,7 +92,8 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         stack.enter_context(interpreter.fake)
         stack.enter_context(Operations(interpreter))
         stack.enter_context(_Functions(interpreter))
-        stack.enter_context(_quiet())
+        # torch would log a user's own error, such as mismatching shapes, in addition.
+        stack.enter_context(Setting(_LOGGER, disabled=True))
         stack.enter_context(
             watching_functions(
                 interpreter.needs_ranks, partial(uncommitted, interpreter), distributed.applied
@@ -99,27 +106,6 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         _CURRENT.stack.append(interpreter)
         stack.callback(_CURRENT.stack.pop)
         yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps torch from logging a user's own error, such as mismatching shapes, in addition."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def _differentiable_somewhere(tensor: Tensor) -> bool:
-    while True:
-        if tensor.requires_grad:
-            return True
-        if not functorch.is_functorch_wrapped_tensor(tensor):
-            return False
-        tensor = functorch.get_unwrapped(tensor)
 
 
 def _has_learned_mask(
@@ -179,7 +165,9 @@ class _Functions(TorchFunctionMode):
         given = numbers.stand_ins(func, args, kwargs) if numbers.any else None
         if given is not None:
             args, kwargs = given
-        with self._interpreter.applying() if func is custom_function_call else _PLAINLY:
+        is_applied = func is custom_function_call
+        applying = Setting(self._interpreter, applies=outer_grad_mode()) if is_applied else _PLAINLY
+        with applying:
             out = self._apply(func, args, kwargs, called)
         if func in MAY_COPY and args:
             out = self._interpreter.copies.relate(self._interpreter, args[0], out)
@@ -206,13 +194,14 @@ class _Functions(TorchFunctionMode):
             self._interpreter.function = before
 
     def _note(self, args: Sequence[Any], out: Any) -> None:
-        results = [t for t in tensors_of(out) if not _differentiable_somewhere(t)]
+        results = [t for t in tensors_of(out) if not any(x.requires_grad for x in levels(t))]
         if results:
             given = {id(base_of(t)) for value in args for t in tensors_of(value)}
             for tensor in results:
                 base = base_of(tensor)
                 if id(base) not in given and isinstance(base, FakeTensor):
-                    self._interpreter.mark_constant(tensor)
+                    # No gradient flows through it, whatever else its storage has.
+                    base.__dict__["_shardmap_tokens"] = frozenset()
 
 
 def seeing(interpreter: Interpreter) -> AbstractContextManager[object]:
@@ -268,7 +257,8 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     in_transform = any(map(functorch.is_functorch_wrapped_tensor, outputs))
     interpreter.needs_ranks(None if in_transform else "torch.autograd.grad")
     inputs = _as_tuple(given["inputs"])
-    with interpreter.differentiating(seeds), interpreter.ending(_ending(outputs)):
+    ending = Setting(interpreter, ending_levels=interpreter.ending_levels | _ending(outputs))
+    with interpreter.differentiating(seeds), ending:
         grads = interpreter.observer.assume_gradients(interpreter, outputs, inputs)
         grads = grads or func(*[given.pop(name) for name in names], *rest, **given)
     for operand, gradient in zip(inputs, grads, strict=True):
@@ -302,14 +292,14 @@ def _make_dual(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> A
     return func(*args, **kwargs)
 
 
-def _ending(outputs: Sequence[Any]) -> int | None:
-    """Returns the level of the transform that takes its gradient; None if the body does."""
+def _ending(outputs: Sequence[Any]) -> frozenset[int]:
+    """Returns the level of the transform that takes its gradient; none if the body does."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
         frame = frame.f_back
     if frame is None or frame.f_back is None or frame.f_back.f_code is not _TAKES_GRADIENT:
-        return None
-    return max(int(functorch.maybe_get_level(x)) for x in outputs)
+        return frozenset()
+    return frozenset({max(int(functorch.maybe_get_level(x)) for x in outputs)})
 
 
 def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:

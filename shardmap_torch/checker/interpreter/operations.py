@@ -18,22 +18,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.calls.fake_results import CallLookup, forget_written, look_up, run_fake
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
-from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.recall import Found, find, learn, repeat
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
 from shardmap_torch.checker.ir.decompositions import interpreted
+from shardmap_torch.checker.ir.fake_results import CallLookup, forget_written, look_up, run_fake
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
-from shardmap_torch.checker.ir.own_functions import name_of_own
-from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of, varying
+from shardmap_torch.checker.ir.program import Equation, Use, use_of, varying
 from shardmap_torch.checker.ir.rank_only import rank_only_part
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rules.infer import (
     Types,
     branches,
-    is_real,
     name_arguments,
     named_tensors,
     signature_of,
@@ -45,7 +43,6 @@ from shardmap_torch.checker.rules.registry import MEANINGS, row_of
 from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
-from shardmap_torch.core.functorch import Token
 from shardmap_torch.core.hashing import numbers_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.storage import covers_storage
@@ -107,7 +104,7 @@ class Operations(UncompiledMode):
             interpreter.failing.record(error)
             raise
         # Not under `try`: its operations come back to this mode, which records their errors.
-        with interpreter.decomposing():
+        with Setting(interpreter, is_decomposing=True):
             return interpreted(func, args, kwargs or {}, self)
 
     def _call(self, func: Any, args: Any, kwargs: Any, found: Found | None) -> Any:
@@ -186,8 +183,7 @@ def _reject_misplaced(interpreter: Interpreter, op: OpOverload) -> None:
             "Fix: use torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
             "Tensor.backward()."
         )
-    if interpreter.observer is not UNOBSERVED:
-        reject_unseen(interpreter, name_of_own)
+    reject_unseen(interpreter)
 
 
 def _lift(interpreter: Interpreter, op: OpOverload, literal: Tensor) -> Any:
@@ -221,10 +217,14 @@ def _look_up(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> CallLookup | None:
-    """Returns by what the result of a call is known; None where sizes are symbols."""
+    """Returns by what the result of a call is known; None where sizes are symbols, and of writes.
+
+    What a write has changed of a tensor's metadata must not be remembered from before it.
+    """
     if found is not None:
         return found.call
-    return None if interpreter.is_symbolic else look_up(interpreter.fake, op, args, kwargs)
+    is_known = not (interpreter.is_symbolic or op._schema.is_mutable)
+    return look_up(interpreter.fake, op, args, kwargs) if is_known else None
 
 
 def _run(
@@ -300,33 +300,12 @@ def _store(
         storage_type.types, storage_type.made = its_types, equation
         if not batched_over <= storage_type.batched_over:
             interpreter.needs_ranks()  # vmap cannot write a batched value into an unbatched one
-        _follow_write(storage_type, tokens, tasks, batched_over)
-    made = _results_of(out)
-    for index, tensor in made:
-        its_types = types[index % len(types)] if types else (K,) * len(interpreter.axes)
-        storage = tensor.untyped_storage()
-        if storage._cdata not in interpreter.types_by_storage:
-            interpreter.types_by_storage[storage._cdata] = StorageType(
-                its_types, equation, "", storage, tasks=tasks, batched_over=batched_over
-            )
-        if is_real(tensor.dtype):
-            interpreter.types_by_storage[storage._cdata].tokens |= tokens
-            tensor._shardmap_tokens = tokens  # type: ignore[attr-defined]  # ours
-    equation.results = tuple([interpreter.result(tensor) for _, tensor in made])
+        storage_type.batched_over |= batched_over
+        storage_type.tokens |= tokens
+        storage_type.written |= tokens
+        storage_type.tasks |= tasks
+    interpreter.type_results(equation, _results_of(out), types, tokens, tasks, batched_over)
     interpreter.add(equation)
-
-
-def _follow_write(
-    storage_type: StorageType,
-    tokens: frozenset[Token],
-    tasks: frozenset[int],
-    batched_over: frozenset[int],
-) -> None:
-    """Notes what a storage descends from after a write."""
-    storage_type.batched_over |= batched_over
-    storage_type.tokens |= tokens
-    storage_type.written |= tokens
-    storage_type.tasks |= tasks
 
 
 def _literals(

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Tensor
 
-from shardmap_torch.checker.calls.fake_results import (
-    SEEN,
+from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
+from shardmap_torch.checker.ir.fake_results import (
     CallLookup,
     Result,
     describe_call,
@@ -20,16 +19,13 @@ from shardmap_torch.checker.calls.fake_results import (
     look_up,
     make,
 )
-from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
 from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use
 from shardmap_torch.checker.ir.rank_only import has_saving_hooks, is_rank_only
 from shardmap_torch.checker.rewrites.copies import is_marked
 from shardmap_torch.checker.rules.infer import (
     draws,
     is_in_linear_backward,
-    is_real,
     may_draw,
     name_arguments,
     signature_of,
@@ -138,8 +134,7 @@ def repeat(
     elif not interpreter.running or is_in_linear_backward():
         return NotImplemented
     else:
-        if interpreter.observer is not UNOBSERVED:
-            reject_unseen(interpreter, name_of_own)
+        reject_unseen(interpreter)
         site, backward = interpreter.site()
     call, storage_types = found.call, found.storage_types
     out = make(interpreter.fake, known, call.tensors)
@@ -150,7 +145,10 @@ def repeat(
         uses.append(Use(name, storage_type, storage_type.types, dtype, shape, number))
     equation = Equation(known.name, tuple(uses), (), site, backward)
     equation.literals = known.literals
-    _store(interpreter, equation, found, known.tensors(out))
+    types, batched_over = outcome
+    tokens = interpreter.tokens_of(call.tensors, storage_types)
+    descent = tokens, interpreter.tasks_of(storage_types), batched_over
+    interpreter.type_results(equation, enumerate(known.tensors(out)), types, *descent)
     interpreter.add(equation)
     if interpreter.copies.any and known.is_view and any(map(is_marked, call.tensors)):
         interpreter.copies.follow(interpreter, {"": call.tensors}, [], out, True)
@@ -158,34 +156,3 @@ def repeat(
         arguments = name_arguments(op, args, kwargs or {})
         interpreter.observer.on_call(op, arguments, out, call.key)
     return out
-
-
-def _store(
-    interpreter: "Interpreter",
-    equation: Equation,
-    found: Found,
-    made: Sequence[Tensor],
-) -> None:
-    """Types the results, as `operations._store` does."""
-    assert found.known is not None  # by `repeat`
-    assert found.outcome is not None
-    types, batched_over = found.outcome
-    tokens = interpreter.tokens_of(found.call.tensors, found.storage_types)
-    tasks = interpreter.tasks_of(found.storage_types)
-    known = interpreter.types_by_storage
-    results = []
-    for index, tensor in enumerate(made):
-        _, _, storage, shape, dtype = tensor.__dict__[SEEN]
-        storage_type = known.get(storage)
-        if storage_type is None:
-            made_by = equation, "", tensor.untyped_storage()
-            storage_type = StorageType(types[index], *made_by, tasks=tasks)
-            storage_type.batched_over, storage_type.tokens = batched_over, _NONE
-            known[storage] = storage_type
-        if is_real(dtype):
-            own = storage_type.tokens
-            storage_type.tokens = (own | tokens) if own and own is not tokens else tokens
-            tensor.__dict__["_shardmap_tokens"] = tokens
-        number = interpreter.count(tensor)
-        results.append(Use("", storage_type, storage_type.types, dtype, shape, number))
-    equation.results = tuple(results)

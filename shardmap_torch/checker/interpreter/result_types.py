@@ -1,15 +1,13 @@
 """The types of an operation's results, or the error that it has none."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.ir.outcomes import Traits
-from shardmap_torch.checker.ir.paths import Numbers
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rules.infer import (
     Refusal,
@@ -35,24 +33,9 @@ from shardmap_torch.types import AxisType, I, K, R, V
 DRAW = "draw"
 
 
-class Drawing(Protocol):
-    """The part of an interpreter that draws are typed by."""
-
-    name: str
-    axes: Sequence[str]
-    is_decomposing: bool
-    traits: Traits
-    numbers: Numbers
-
-    def needs_ranks(self, what: str) -> None:
-        """Records code that the mesh must not batch."""
-
-    def storage_type(self, tensor: Tensor) -> StorageType:
-        """Returns the storage type of a tensor."""
-        ...
-
-
-def drawn_types(interpreter: Drawing, op: OpOverload, arguments: Mapping[str, Any]) -> Types | None:
+def drawn_types(
+    interpreter: Interpreter, op: OpOverload, arguments: Mapping[str, Any]
+) -> Types | None:
     """Returns V along the axes over which the ranks draw different numbers, K along the others.
 
     Records the draw for the runs. Returns None if runs do not seed it: for no draw, one from the
@@ -84,7 +67,7 @@ def drawn_types(interpreter: Drawing, op: OpOverload, arguments: Mapping[str, An
 
 
 def _own_axes(
-    interpreter: Drawing, scope: Scope, op: OpOverload, arguments: Mapping[str, Any]
+    interpreter: Interpreter, scope: Scope, op: OpOverload, arguments: Mapping[str, Any]
 ) -> frozenset[int]:
     """Returns the axes, by position, over which each rank draws its own numbers."""
     outs = signature_of(op).outs

@@ -16,48 +16,22 @@ What needs one: everything that is linear in a P; results that are zero; factori
 do not read an operand's values; several results of different types; operations outside the `aten`
 and `prims` namespaces, which are refused without a row.
 
-Example rows:
+A Python number is an argument too: 0 is Z, others are K. Tensors that no term names, a condition or
+a divisor, select, scale or place: beside a P they must be R or K. Some rows:
 
-    ROWS = {
-        # Sum-like: two terms of one factor. A Python number is an argument too: 0 is Z, others K.
-        aten.add.Tensor: Row(linear=(("self",), ("other",))),
-        aten.cat.default: Row(linear=(("tensors",),)),   # every tensor of the list is an addend
-        # Product-like: one term of two factors.
-        aten.mul.Tensor: Row(linear=(("self", "other"),)),
-        aten.mm.default: Row(linear=(("self", "mat2"),)),
-        # Both: self + mat1 @ mat2.
-        aten.addmm.default: Row(linear=(("self",), ("mat1", "mat2"))),
-        # Unary linear.
-        aten.sum.dim_IntList: Row(linear=(("self",),)),
-        aten.neg.default: Row(linear=(("self",),)),
-        # Linear in some arguments. The other tensors (condition, indices, a divisor) select, scale
-        # or place: beside a P they must be R or K.
-        aten.where.self: Row(linear=(("self",), ("other",))),
-        aten.embedding.default: Row(linear=(("weight",),)),
-        aten.div.Tensor: Row(linear=(("self",),)),
-        # Linear only for some arguments.
-        aten.div.Tensor_mode: Row(linear=(("self",),), when=lambda a: a["rounding_mode"] is None),
-        # relu and view need no row: one rejects P, the other shares its storage.
-        # Factories, and operands of which only shape and dtype count.
-        aten.zeros.default: Row(zero=True),
-        aten.zeros_like.default: Row(zero=True, unread=("self",)),
-        aten.empty_like.default: Row(zero=True, unread=("self",)),
-        aten.ones_like.default: Row(unread=("self",)),
-        aten.full.default: Row(linear=(("fill_value",),)),          # Z for 0, else K
-        aten.copy.default: Row(linear=(("src",),), unread=("self",)),
-        # Random, although it does not have the tag.
-        aten.bernoulli_.float: Row(draws=always, unread=("self",)),
-        # Results of different types: each has a row of its own, which says what it reads.
-        aten.convolution_backward.default: Row(
-            results=(
-                Row(linear=(("grad_output", "weight"),), unread=("input",)),
-                Row(linear=(("grad_output", "input"),), unread=("weight",)),
-                Row(linear=(("grad_output",),), unread=("input", "weight")),
-            )
-        ),
-        # Lists that are processed position by position.
-        aten._foreach_add.List: Row(linear=(("self",), ("other",)), zipped=True),
-    }
+    aten.cat.default: Row(linear=(("tensors",),)),  # every tensor of the list is an addend
+    aten.mm.default: Row(linear=(("self", "mat2"),)),  # a product
+    aten.addmm.default: Row(linear=(("self",), ("mat1", "mat2"))),  # self + mat1 @ mat2
+    aten.div.Tensor_mode: Row(linear=(("self",),), when=lambda a: a["rounding_mode"] is None),
+    aten.zeros_like.default: Row(zero=True, unread=("self",)),
+    aten.convolution_backward.default: Row(  # each result has a row of its own
+        results=(
+            Row(linear=(("grad_output", "weight"),), unread=("input",)),
+            Row(linear=(("grad_output", "input"),), unread=("weight",)),
+            Row(linear=(("grad_output",),), unread=("input", "weight")),
+        )
+    ),
+    aten._foreach_add.List: Row(linear=(("self",), ("other",)), zipped=True),
 """
 
 from collections.abc import Callable, Mapping

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.calls.fake_results import empty
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.own_functions import applied
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.autograd import FunctorchForm, GradientForm

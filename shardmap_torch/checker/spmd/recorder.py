@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from shardmap_torch.checker.calls.fake_results import PLACE
+from shardmap_torch.checker.ir.fake_results import PLACE
 from shardmap_torch.checker.ir.observer import Observer, made_by
 from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.spmd.layout import Shape

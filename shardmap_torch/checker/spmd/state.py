@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from shardmap_torch.checker.calls.fake_results import address_of
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.rules.infer import tensors_of

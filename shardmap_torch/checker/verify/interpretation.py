@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Result, run_body
-from shardmap_torch.checker.calls.fake_results import empty
 from shardmap_torch.checker.guards.holders import look
 from shardmap_torch.checker.guards.monitor import TYPE, CheckedStep, StepMonitor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
+from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.outcomes import Cast, Crossing, Where
 from shardmap_torch.checker.ir.paths import Branches
 from shardmap_torch.checker.ir.program import Equation, use_of

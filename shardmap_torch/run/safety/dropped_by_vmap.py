@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardmap_torch.checker.ir.generator_state import is_user
+from shardmap_torch.checker.interpreter.questions import is_user
 from shardmap_torch.checker.ir.rank_only import (
     GRAD_FN,
     HOOKS,

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from shardmap_torch.checker.calls import fake_results
 from shardmap_torch.checker.interpreter import operations, recall, result_types
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.recall import Found
+from shardmap_torch.checker.ir import fake_results
 from shardmap_torch.checker.rules import infer
 from shardmap_torch.checker.spmd import layout
 from shardmap_torch.checker.spmd.operations import Operations

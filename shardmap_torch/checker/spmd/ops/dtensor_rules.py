@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch.checker.calls.fake_results import fake_mode
+from shardmap_torch.checker.ir.fake_results import fake_mode
 from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.rules.infer import draws, signature_of, writes_of
 from shardmap_torch.checker.rules.registry import functional

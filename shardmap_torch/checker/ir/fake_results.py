@@ -37,6 +37,7 @@ from shardmap_torch.errors import TransformError
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+
 Key: TypeAlias = tuple[Any, ...]
 """Of a call: operations with equal keys have equal results, up to the values."""
 
@@ -213,6 +214,12 @@ def address_of(tensor: Tensor) -> int:
         return int(seen[2])
     with DisableTorchFunction():  # which would see a question of the checker's own
         return int(tensor.untyped_storage()._cdata)
+
+
+def metadata_of(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """Returns shape and dtype of a base tensor, without asking torch where they are known."""
+    seen = tensor.__dict__.get(SEEN)
+    return (tuple(tensor.shape), tensor.dtype) if seen is None else seen[3:]
 
 
 def forget_written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmap_torch.checker.calls.fake_results import SEEN, empty, look_up, run_fake
+from shardmap_torch.checker.ir.fake_results import SEEN, empty, look_up, run_fake
 
 Body = Callable[[Tensor, Tensor], object]
 

@@ -1,1 +1,0 @@
-"""Results of ATen calls on fake tensors, and calls that are remembered."""
