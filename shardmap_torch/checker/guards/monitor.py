@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, NoReturn
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter.interpreter import kept
+from shardmap_torch.checker.interpreter.interpreter import used_after_check
 from shardmap_torch.checker.ir.outcomes import Crossing
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note, Reruns
 from shardmap_torch.core.functorch import base_of
@@ -230,7 +230,7 @@ class RunMonitor(StepMonitor):
                 self._at = step
                 step.issued = what
                 if self.has_data and type(x) is FakeTensor:
-                    raise kept(f"{what} is called at {call_site()} on")
+                    raise used_after_check(f"{what} is called at {call_site()} on")
                 return
         if not self._skips or not self._at.next:
             site = call_site()
@@ -260,7 +260,7 @@ class RunMonitor(StepMonitor):
         ):
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and isinstance(base_of(leaf), FakeTensor):
-                    raise kept("a checked body returns")
+                    raise used_after_check("a checked body returns")
         if not self._at.last and not self._skips:
             self._differ("the end")
 

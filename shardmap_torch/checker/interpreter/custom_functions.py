@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.interpreter import kept
+from shardmap_torch.checker.interpreter.interpreter import used_after_check
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import is_own, name_of_own, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
@@ -123,7 +123,9 @@ def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any)
 
     def watched(given: Tensor) -> Any:
         if number >= len(interpreter.hooked):
-            raise kept(f"{interpreter.name}: at {call_site()} a backward runs a hook on")
+            raise used_after_check(
+                f"{interpreter.name}: at {call_site()} a backward runs a hook on"
+            )
         value = interpreter.hooked[number]
         observer, field = interpreter.observer, func == Tensor.register_post_accumulate_grad_hook
         found = _field(given) if field else base_of(given)

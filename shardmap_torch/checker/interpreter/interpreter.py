@@ -54,7 +54,7 @@ def closed_over_outer(name: str, does: str, tensor: str | None = None) -> Transf
     )
 
 
-def kept(does: str) -> ShardTypeError:
+def used_after_check(does: str) -> ShardTypeError:
     """Makes the error of a fake tensor that is used after its check has ended."""
     return ShardTypeError(
         f"{does} a tensor that has no data: it was kept when the body was checked, as in a cache "
@@ -413,7 +413,7 @@ class TypeStore:
             if not isinstance(base, FakeTensor):
                 return self._fakify_tensor(value)
             if base.fake_mode is not self.fake:
-                raise kept(f"{self.name}: at {call_site()} the body uses")
+                raise used_after_check(f"{self.name}: at {call_site()} the body uses")
             return value
         if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
             return [self.fakify_value(item) for item in value]

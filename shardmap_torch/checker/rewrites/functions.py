@@ -230,15 +230,15 @@ def einsum(host: Host, equation: Any, *operands: Any) -> Any:
     if not tensors or any(enabled for _, enabled, _ in autocast_state()):
         return NotImplemented
     try:
-        labels, kept = _read(equation.replace(" ", ""), [x.ndim for x in tensors])
+        labels, result = _read(equation.replace(" ", ""), [x.ndim for x in tensors])
     except _InvalidError:
         return NotImplemented
     (out, letters), *others = [_diagonal(*pair) for pair in zip(tensors, labels, strict=True)]
     for at, other in enumerate(others):
-        later = {*kept, *(letter for _, each in others[at + 1 :] for letter in each)}
+        later = {*result, *(letter for _, each in others[at + 1 :] for letter in each)}
         out, letters = _product(out, letters, *other, later)
-    out, letters = _sum(out, letters, {*kept})
-    return _laid_out(out, letters, kept)
+    out, letters = _sum(out, letters, {*result})
+    return _with_dims_of(out, letters, result)
 
 
 def _read(equation: str, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
@@ -252,10 +252,10 @@ def _read(equation: str, ranks: Sequence[int]) -> tuple[list[_Labels], _Labels]:
     dotted = sorted({each for each in letters if each.isdecimal()}, key=int, reverse=True)
     once = sorted({each for each in letters if letters.count(each) == 1} - {*dotted})
     before, dots, after = output.partition(_ELLIPSIS)
-    kept = [*before, *(dotted if dots else ()), *after] if arrow else [*dotted, *once]
-    if len({*kept}) != len(kept) or not {*kept} <= {*letters}:
+    result = [*before, *(dotted if dots else ()), *after] if arrow else [*dotted, *once]
+    if len({*result}) != len(result) or not {*result} <= {*letters}:
         raise _InvalidError
-    return labels, kept
+    return labels, result
 
 
 def _labels(part: str, rank: int) -> _Labels:
@@ -282,8 +282,8 @@ def _diagonal(x: Tensor, letters: _Labels) -> tuple[Tensor, _Labels]:
 def _sum(x: Tensor, letters: _Labels, later: set[str]) -> tuple[Tensor, _Labels]:
     """Sums over dims whose letters do not come later."""
     over = [at for at, letter in enumerate(letters) if letter not in later]
-    kept = [letter for letter in letters if letter in later]
-    return (x.sum(over, dtype=x.dtype) if over else x), kept
+    remaining = [letter for letter in letters if letter in later]
+    return (x.sum(over, dtype=x.dtype) if over else x), remaining
 
 
 def _product(
@@ -298,7 +298,7 @@ def _product(
     expanded = any(sizes[each] != y.shape[y_letters.index(each)] for each in both)
     if expanded or not summed:
         order = [*dict.fromkeys([*x_letters, *y_letters])]
-        made = _laid_out(x, x_letters, order) * _laid_out(y, y_letters, order)
+        made = _with_dims_of(x, x_letters, order) * _with_dims_of(y, y_letters, order)
         return _sum(made, order, later)
     batch = [letter for letter in both if letter in later]
     left = [letter for letter in x_letters if letter not in both]
@@ -322,7 +322,7 @@ def _grouped(x: Tensor, letters: _Labels, groups: Sequence[_Labels]) -> Tensor:
     return x.reshape([prod(next(sizes) for _ in group) for group in groups])
 
 
-def _laid_out(x: Tensor, letters: _Labels, order: _Labels) -> Tensor:
+def _with_dims_of(x: Tensor, letters: _Labels, order: _Labels) -> Tensor:
     """Returns a view of the operand with one dim for each letter, in order."""
     x = x.permute([letters.index(letter) for letter in order if letter in letters])
     for at, letter in enumerate(order):
