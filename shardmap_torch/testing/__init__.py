@@ -1,0 +1,173 @@
+"""Assertions for tests of sharded layers; `testing.plugin` has fixtures for pytest."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmap_torch.boundary.matching import is_spec
+from shardmap_torch.checker.api import trace
+from shardmap_torch.core.functorch import is_smooth
+from shardmap_torch.core.tree import Placed, Tree, broadcast_prefix, map_leaves
+from shardmap_torch.divergence import find_divergence
+from shardmap_torch.errors import TransformError
+from shardmap_torch.mesh import Mesh, use_mesh
+from shardmap_torch.spec import P
+from shardmap_torch.transform import shard_map
+from shardmap_torch.validate.numbers import differ, tolerance_of
+
+__all__ = ["assert_bytes", "assert_equals_one_device"]
+
+
+def assert_equals_one_device(
+    f: Callable[..., Any],
+    one_device: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | None = None,
+    in_specs: Tree = None,
+    out_specs: Tree = None,
+    seed: int = 0,
+) -> None:
+    """Asserts that a sharded function has the results and gradients of one on one device.
+
+    Both run in float64, where rounding hides nothing: tensors of `args` are converted, and all that
+    can have a gradient get one, for random cotangents of the results. Use a mesh of
+    `simulate="ranks"`, as the fixture `simulated_mesh` makes, for what each real rank computes.
+
+    Args:
+        f: a shard_mapped function; or a body, with `in_specs` and `out_specs`.
+        one_device: the same function without collectives, in any code.
+        args: global arguments of both: trees of tensors, and other values.
+        mesh: the mesh of a body, or of a function that has none; by default that of `use_mesh`.
+        in_specs: as of `shard_map`, of a body.
+        out_specs: likewise.
+        seed: of the cotangents.
+
+    Raises:
+        AssertionError: results or gradients differ; lists all leaves with the worst difference, and
+            names the line at which the programs part.
+        ShardTypeError: the checker refuses `f`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, all_reduce, make_mesh
+        >>> def row(x, w):
+        ...     return all_reduce(x @ w, "tp", dst=I)
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+        >>> x, w = torch.randn(3, 4), torch.randn(4, 5)
+        >>> specs = {"mesh": mesh, "in_specs": (P(None, "tp"), P("tp")), "out_specs": P()}
+        >>> assert_equals_one_device(row, torch.matmul, x, w, **specs)
+    """
+    if out_specs is not None:
+        f = shard_map(f, in_specs=in_specs, out_specs=out_specs, mesh=mesh)
+    with nullcontext() if mesh is None else use_mesh(mesh):
+        expected = _values(one_device, args, seed)
+        found = _values(f, args, seed)
+        faults = _faults(found, expected)
+        if faults:
+            parting = _parting(f, one_device, args) if "result" in faults[0] else ""
+            name = getattr(f, "__name__", type(f).__name__)
+            lines = [f"{name} is not what one device computes:", *faults, parting]
+            raise AssertionError("\n  ".join(filter(None, lines)))
+
+
+def _values(f: Callable[..., Any], args: Sequence[Any], seed: int) -> dict[str, Any]:
+    """Returns the results by path, and the gradients of all arguments that have one."""
+    wide = [map_leaves(_widened, arg) for arg in args]
+    results = _by_path(f(*wide), "result")
+    values = {path: x.detach() if isinstance(x, Tensor) else x for path, x in results.items()}
+    inputs = {
+        path: leaf
+        for number, arg in enumerate(wide)
+        for path, leaf in _by_path(arg, f"args[{number}]").items()
+        if is_smooth(leaf)
+    }
+    outputs = [x for x in results.values() if is_smooth(x) and x.requires_grad]
+    if not (inputs and outputs):
+        return values
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in outputs]
+    cotangents = [g.to(x.device) for g, x in zip(cotangents, outputs, strict=True)]
+    gradients = torch.autograd.grad(outputs, [*inputs.values()], cotangents, allow_unused=True)
+    return values | {
+        f"gradient of {path}": torch.zeros_like(x) if gradient is None else gradient
+        for (path, x), gradient in zip(inputs.items(), gradients, strict=True)
+    }
+
+
+def _by_path(tree: Tree, name: str) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths."""
+    leaves = broadcast_prefix(P(), tree, name, is_spec)
+    return {leaf.path: leaf.value for leaf in leaves if isinstance(leaf, Placed)}
+
+
+def _widened(leaf: Any) -> Any:
+    if not is_smooth(leaf):
+        return leaf
+    dtype = torch.complex128 if leaf.is_complex() else torch.float64
+    return leaf.detach().to(dtype).clone().requires_grad_()
+
+
+def _faults(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    if found.keys() != expected.keys():
+        names = ", ".join(sorted(found.keys() ^ expected.keys()))
+        return [f"only one of them has: {names}"]
+    tolerance = tolerance_of([torch.float64])
+    faults = []
+    for path, value in expected.items():
+        if isinstance(value, Tensor) and isinstance(found[path], Tensor):
+            fault = differ(found[path], value, tolerance, path)
+            faults += [] if fault is None else [str(fault)]
+        elif found[path] is not value and found[path] != value:
+            faults.append(f"{path}: {found[path]!r}, and {value!r} on one device")
+    return faults
+
+
+def _parting(f: Callable[..., Any], one_device: Callable[..., Any], args: Sequence[Any]) -> str:
+    try:
+        found = find_divergence(f, one_device, *(map_leaves(_widened, arg) for arg in args))
+    except TransformError:  # more ranks than it runs, or ranks that run different code
+        return ""
+    return "" if found is None else str(found).rpartition("\n")[0].replace("\n", "\n  ")
+
+
+def assert_bytes(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[str, int]) -> None:
+    """Asserts how many bytes each rank sends, by axis, forward and backward together.
+
+    Nothing runs: arguments may be `ShapeDtype`, and the mesh abstract. Gradients count for the
+    arguments that require one. A collective over several axes counts under `"dp,tp"`.
+
+    Args:
+        f: a shard_mapped function.
+        args: its arguments.
+        expected: the bytes by axis; an axis that it leaves out must send none.
+
+    Raises:
+        AssertionError: an axis sends another number of bytes; lists what it sends.
+        ShardTypeError: the checker refuses `f`.
+
+    Example:
+        >>> from shardmap_torch import I, P, ShapeDtype, all_reduce, make_mesh, shard_map
+        >>> mesh = make_mesh((8,), ("tp",), kind="abstract")
+        >>> @shard_map(mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P())
+        ... def row(x, w):
+        ...     return all_reduce(x @ w, "tp", dst=I)
+        >>> x, w = ShapeDtype((16, 64)), ShapeDtype((64, 32))
+        >>> assert_bytes(row, (x, w), {"tp": 2 * 7 * 16 * 32 * 4 // 8})
+    """
+    program = trace(f, *args)
+    sent = program.bytes_sent()
+    wrong = [axis for axis in {**sent, **expected} if sent.get(axis, 0) != expected.get(axis, 0)]
+    if not wrong:
+        return
+    lines = [f"{program.name} sends other bytes than expected:"]
+    for axis in wrong:
+        lines.append(f"  {axis}: {sent.get(axis, 0)}, not {expected.get(axis, 0)}")
+        for row in program.explained().collectives:
+            if ",".join(row.axes) == axis and row.bytes_sent:
+                times = f" {row.times} times" if row.times > 1 else ""
+                place = "for a gradient" if row.site is None else f"at {row.site}"
+                lines.append(f"    {row.operation} sends {row.bytes_sent}{times}, {place}")
+    raise AssertionError("\n".join(lines))

@@ -1,0 +1,98 @@
+"""The assertions for users' tests accept what is right, and say what is wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, Mesh, P, R, ShapeDtype, all_reduce, convert, make_mesh, shard_map
+from shardmap_torch.testing import assert_bytes, assert_equals_one_device
+from shardmap_torch.testing.plugin import simulated_mesh
+
+__all__ = ["simulated_mesh"]
+
+Weights = dict[str, Tensor]
+SPECS: Any = {"in_specs": ({"up": P(None, "tp"), "down": P("tp")}, P("dp")), "out_specs": P("dp")}
+
+
+def mlp(weights: Weights, x: Tensor) -> Tensor:
+    h = torch.relu(convert(x, "tp", src=I, dst=R) @ weights["up"])
+    return all_reduce(h @ weights["down"], "tp", dst=I)
+
+
+def twice(weights: Weights, x: Tensor) -> Tensor:
+    h = torch.relu(convert(x, "tp", src=I, dst=R) @ weights["up"])
+    return 2 * all_reduce(h @ weights["down"], "tp", dst=I)
+
+
+def detached(weights: Weights, x: Tensor) -> Tensor:
+    h = torch.relu(convert(x, "tp", src=I, dst=R) @ weights["up"].detach())
+    return all_reduce(h @ weights["down"], "tp", dst=I)
+
+
+def reference(weights: Weights, x: Tensor) -> Tensor:
+    return torch.relu(x @ weights["up"]) @ weights["down"]
+
+
+def inputs() -> tuple[Weights, Tensor]:
+    return {"up": torch.randn(6, 8), "down": torch.randn(8, 6)}, torch.randn(4, 6)
+
+
+def test_a_right_layer_passes_as_a_function_and_as_a_body(
+    simulated_mesh: Callable[..., Mesh],
+) -> None:
+    mesh = simulated_mesh(dp=2, tp=2)
+    assert mesh.simulate == "ranks"
+    assert_equals_one_device(mlp, reference, *inputs(), mesh=mesh, **SPECS)
+    assert_equals_one_device(shard_map(mlp, **SPECS), reference, *inputs(), mesh=mesh)
+
+
+def test_a_wrong_result_is_told_with_the_line(simulated_mesh: Callable[..., Mesh]) -> None:
+    mesh = simulated_mesh(dp=2, tp=2)
+    with pytest.raises(AssertionError) as caught:
+        assert_equals_one_device(twice, reference, *inputs(), mesh=mesh, **SPECS)
+    lines = str(caught.value).splitlines()
+    line = twice.__code__.co_firstlineno + 2
+    assert lines[0] == "twice is not what one device computes:"
+    assert [text.partition(";")[0] for text in lines[1:5]] == [
+        "  result",
+        "  gradient of args[0]['down']",
+        "  gradient of args[0]['up']",
+        "  gradient of args[1]",
+    ]
+    assert lines[5].startswith(f"  The programs part at test_testing.py:{line}: return 2 * ")
+
+
+def test_a_wrong_gradient_of_one_leaf_is_told_alone(simulated_mesh: Callable[..., Mesh]) -> None:
+    mesh = simulated_mesh(dp=2, tp=2)
+    with pytest.raises(AssertionError) as caught:
+        assert_equals_one_device(detached, reference, *inputs(), mesh=mesh, **SPECS)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("  gradient of args[0]['up']; the worst difference is ")
+
+
+def test_other_leaves_of_a_result_are_compared(simulated_mesh: Callable[..., Mesh]) -> None:
+    specs: Any = {"in_specs": P(), "out_specs": (P(), None), "mesh": simulated_mesh(tp=2)}
+    with pytest.raises(AssertionError) as caught:
+        assert_equals_one_device(lambda x: (x, 3), lambda x: (x, 4), torch.ones(2), **specs)
+    assert str(caught.value).splitlines()[1:] == ["  result[1]: 3, and 4 on one device"]
+
+
+def test_bytes_are_counted_and_listed() -> None:
+    mesh = make_mesh((16, 8), ("dp", "tp"), kind="abstract")
+    f = shard_map(mlp, mesh=mesh, **SPECS)
+    w = ShapeDtype((64, 64), requires_grad=True)
+    arguments = {"up": w, "down": w}, ShapeDtype((128, 64), requires_grad=True)
+    assert_bytes(f, arguments, {"tp": 7168, "dp": 2 * 3840})
+    with pytest.raises(AssertionError) as caught:
+        assert_bytes(f, arguments, {"tp": 7168, "pp": 1})
+    assert str(caught.value).splitlines() == [
+        "mlp sends other bytes than expected:",
+        "  dp: 7680, not 0",
+        "    all_reduce('dp', Partial -> I) sends 3840, for a gradient",
+        "    all_reduce('dp', Partial -> I) sends 3840, for a gradient",
+        "  pp: 0, not 1",
+    ]
