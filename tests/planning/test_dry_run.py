@@ -33,6 +33,7 @@ def step_of(mesh: Mesh, choice: str) -> tuple[Any, tuple[Any, ...], Any]:
     config = Config(length=32, width=64, hidden=192, layers=2, parallel=Parallel.of(choice))
     optimizer, specs = make_optimizer(config, 1000, 20), model.specs(config)
     params = model.init(config)
+    torch.manual_seed(0)
     batch = torch.randint(config.vocabulary, (8, config.length + 1))
     args = params, optimizer.init(params), batch
     return sharded_step(mesh, config, optimizer), args, (specs, optimizer.specs(specs), P("dp"))
