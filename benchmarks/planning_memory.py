@@ -102,7 +102,7 @@ def _llama(layers: int) -> Callable[[Mesh], Built]:
     def build(mesh: Mesh) -> Built:
         llama = planning.Llama(64, layers, 8, 4, 192, 512)
         step, shapes = planning.build(mesh, llama, 2, 64)
-        args = optree.tree_map(
+        args: Any = optree.tree_map(
             lambda x: torch.zeros(x.shape, dtype=x.dtype),
             shapes,
             is_leaf=lambda x: isinstance(x, ShapeDtype),
