@@ -39,7 +39,7 @@ myst_heading_anchors = 4
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 300
 nb_merge_streams = True
 
 html_theme = "sphinx_book_theme"
