@@ -104,7 +104,7 @@ class Closures:
         }:
             copied |= reaching
             cells |= {id(cell): CellType() for cell, f in self.links if id(f) in reaching}
-        copies = {key: _with_closure(function, cells) for key, function in copied.items()}
+        copies = {key: with_cells(function, cells) for key, function in copied.items()}
         for cell, function in self.links:
             if id(function) in copies:
                 cells[id(cell)].cell_contents = copies[id(function)]
@@ -124,7 +124,8 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in flatten(value)[0])
 
 
-def _with_closure(function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
+def with_cells(function: FunctionType, cells: dict[int, CellType]) -> FunctionType:
+    """Returns a copy of a function with other cells, by the ids of its own."""
     copy = FunctionType(
         function.__code__,
         function.__globals__,

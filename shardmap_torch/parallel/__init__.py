@@ -19,6 +19,7 @@ from shardmap_torch.parallel.styles import (
     PackedColwiseParallel,
     ReplicatedParallel,
 )
+from shardmap_torch.parallel.weights import load_safetensors, save_pretrained
 
 __all__ = [
     "ColwiseParallel",
@@ -33,6 +34,8 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "functional",
+    "load_safetensors",
     "loss_parallel",
     "parallelize",
+    "save_pretrained",
 ]

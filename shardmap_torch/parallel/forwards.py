@@ -1,7 +1,7 @@
 """Forwards of a plan's modules in the body: changes of layout around each module's own forward."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Final
 
@@ -90,6 +90,12 @@ class _Forward:
     module: nn.Module
     own: Callable[..., Any]
     replicate: AxisType
+
+    def rebound(
+        self, rebind: Callable[[Any], Any], counterpart: Callable[[Any], Any]
+    ) -> "_Forward":
+        """Returns the forward of a copy of the module."""
+        return replace(self, module=counterpart(self.module), own=rebind(self.own))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self._inputs(args)
@@ -279,7 +285,11 @@ def _type_along(axis: str, x: Tensor) -> AxisType:
     along the axis. Uncommitted values and zeros take the other axis' type.
     """
     types = types_of(x, (axis,))
-    assert types is not None  # a parallelized module is always checked
+    if types is None:  # a parallelized module is always checked
+        raise SpecError(
+            "a module below a parallelized one runs outside of its forward, where no ranks are.\n"
+            "Fix: call the parallelized module; recompute with torch.utils.checkpoint within it."
+        )
     kinds = {V if type_.dim is not None else type_ for type_ in types}
     return next(type_ for type_ in (V, Partial, R, I, K, Z) if type_ in kinds)
 

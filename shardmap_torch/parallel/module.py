@@ -25,6 +25,7 @@ from shardmap_torch.parallel.forwards import style_forward
 from shardmap_torch.parallel.packing import pack, placements_of_split, unpack
 from shardmap_torch.parallel.plan import ROOT, Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
+from shardmap_torch.parallel.recomputed import within_body
 from shardmap_torch.parallel.trackers import untracked
 from shardmap_torch.parallel.words import Split
 from shardmap_torch.spec import P
@@ -119,10 +120,11 @@ def parallelize(
     _reject_parallel(module)
     styles = carried_plan(module) if plan is None else plan
     over = resolve_axis("parallelize", on, axis)
-    resolved = make_plan(module, on, styles, over, is_carried=plan is None)
+    remake = partial(make_plan, module, on, styles, over, is_carried=plan is None)
+    resolved = remake()
     if on.kind in PROCESS_KINDS:
         _place(module, on, resolved, src_data_rank)
-    call = _ParallelCall(module, on, resolved, in_specs, out_specs, check)
+    call = _ParallelCall(module, on, resolved, in_specs, out_specs, check, remake)
     vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on
     if on.kind in PROCESS_KINDS:
         _give_encoder(module, on, resolved, check)
@@ -153,13 +155,14 @@ class _ParallelCall:
         in_specs: Tree,
         out_specs: Tree,
         check: Check,
+        remake: Callable[[], Plan] | None = None,
     ) -> None:
         self._module, self._mesh, self._plan, self._check = module, mesh, plan, check
+        self._remake = remake
         self._inputs = Inputs(mesh, plan, in_specs, input_names(module.forward))
         self._outputs = Outputs(mesh, plan, out_specs)
         self.__signature__ = inspect.signature(module.forward)
-        body = partial(_body, module, plan, vars(module).get("forward"), self._outputs)
-        self._body: Callable[..., Any] = body
+        self._original = vars(module).get("forward")
         self._mapped: dict[Any, Callable[..., Any]] = {}
         self._cached: dict[str, P] = {}
 
@@ -217,9 +220,13 @@ class _ParallelCall:
         specs: tuple[Tree, ...],
         inputs: tuple[Tree, ...],
     ) -> Any:
+        named = dict(self._module.named_parameters())
+        if self._remake is not None and named.keys() != self._plan.splits.keys():
+            self._plan = self._remake()  # parameters have been tied since it was made
+            self._mapped.clear()
         parameters = {
             name: pack(value, self._plan.packed.get(name), self._mesh, self._plan.axis)
-            for name, value in self._module.named_parameters()
+            for name, value in named.items()
         }
         buffers = dict(self._module.named_buffers())
         values = (parameters, buffers, *self._inputs.enter(inputs, specs))
@@ -234,7 +241,7 @@ class _ParallelCall:
     def _map(self, key: Any, specs: tuple[Tree, ...], known: Known) -> Callable[..., Any]:
         _reject_units(self._module)
         # A partial, not a method: the checker looks through it at the module and its code.
-        body = partial(self._body, known)
+        body = partial(_body, self._module, self._plan, self._original, self._outputs, known)
         body.__name__ = type(self._module).__name__  # type: ignore[attr-defined]
         mapped = self._mapped[key] = shard_map(
             body,
@@ -277,7 +284,8 @@ def _body(
     caches = closed(frames, tensors)
     own(caches)
     args, kwargs = put_back((args, kwargs), caches)
-    out = take_out(bound.root.forward(*args, **kwargs), caches)
+    with within_body():
+        out = take_out(bound.root.forward(*args, **kwargs), caches)
     bound.check_unwritten()
     after, found = opened(caches)
     outputs.check(out, found, known)

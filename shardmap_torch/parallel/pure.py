@@ -102,6 +102,8 @@ class BoundModule:
 
     def _rebind(self, value: Any) -> Any:
         """Rebinds an attribute to the copy: methods, and lists of modules or parameters."""
+        if hasattr(type(value), "rebound"):
+            return value.rebound(self._rebind, self._counterpart)
         if isinstance(value, MethodType) and id(value.__self__) in self._modules:
             owner: Any = value.__self__
             return MethodType(value.__func__, self._copy(owner))

@@ -1,0 +1,109 @@
+"""torch.utils.checkpoint within a parallelized module: as `shardmap_torch.checkpoint`.
+
+torch's own recomputes in a backward, where neither the ranks nor their types are known any more.
+What is recomputed here is a function of the tensors of the modules that it reaches.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from threading import local
+from types import CellType, FunctionType, MethodType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from shardmap_torch.checkpoint import checkpoint
+from shardmap_torch.core.closures import is_empty, with_cells
+from shardmap_torch.errors import TransformError
+from shardmap_torch.parallel.pure import BoundModule
+
+_BODIES: Final = local()
+_DISABLED: Final = "__dynamo_disable"
+_TORCH: Final[Any] = torch_checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
+_ANY: Final = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+"""Options of torch's that ask for nothing else than what is done here."""
+
+
+@contextmanager
+def within_body() -> Iterator[None]:
+    """Makes torch.utils.checkpoint ours on this thread."""
+    before = getattr(_BODIES, "depth", 0)
+    _BODIES.depth = before + 1
+    try:
+        yield
+    finally:
+        _BODIES.depth = before
+
+
+def _dispatch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not getattr(_BODIES, "depth", 0):
+        return _by_torch()(function, *args, **kwargs)
+    if kwargs.pop("context_fn", torch_checkpoint.noop_context_fn) is not (
+        torch_checkpoint.noop_context_fn
+    ):
+        raise TransformError(
+            "torch.utils.checkpoint: within a parallelized module all is recomputed, and a "
+            "context_fn would choose.\nFix: leave context_fn out."
+        )
+    others = {name: value for name, value in kwargs.items() if name not in _ANY}
+    return _recomputed(partial(function, *args, **others))
+
+
+@cache
+def _by_torch() -> Callable[..., Any]:
+    return torch._dynamo.disable(_TORCH, wrapping=False)  # type: ignore[no-any-return]
+
+
+# `torch._disable_dynamo` keeps there what calls of the function run.
+setattr(_TORCH, _DISABLED, _dispatch)
+
+
+def _recomputed(function: "partial[Any]") -> Any:
+    modules: dict[int, nn.Module] = {}
+
+    def found(module: nn.Module) -> nn.Module:
+        return modules.setdefault(id(module), module)
+
+    _exchange(function, found)
+    tensors = [(dict(m.named_parameters()), dict(m.named_buffers())) for m in modules.values()]
+
+    def run(tensors: Any, args: Any, keywords: Any) -> Any:
+        pairs = zip(modules.items(), tensors, strict=True)
+        copies = {key: BoundModule(module, *own).root for (key, module), own in pairs}
+        bound = _exchange(function, lambda module: copies[id(module)])
+        own = [copies.get(id(arg), arg) for arg in function.args]
+        places = (i for i, arg in enumerate(own) if not isinstance(arg, nn.Module))
+        for place, arg in zip(places, args, strict=True):
+            own[place] = arg
+        with within_body():  # in a backward too
+            return bound.func(*own, **keywords)
+
+    args = [arg for arg in function.args if not isinstance(arg, nn.Module)]
+    return checkpoint(run, tensors, args, function.keywords)
+
+
+def _exchange(value: Any, other: Callable[[nn.Module], nn.Module]) -> Any:
+    """Returns a function that reaches other modules by partials, methods and closures."""
+    if isinstance(value, nn.Module):
+        return other(value)
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _exchange(value.__self__, other))
+    if isinstance(value, partial):
+        args = [_exchange(arg, other) if isinstance(arg, nn.Module) else arg for arg in value.args]
+        return partial(_exchange(value.func, other), *args, **value.keywords)
+    if isinstance(value, FunctionType):
+        cells = [cell for cell in value.__closure__ or () if not is_empty(cell)]
+        held = {id(cell): cell.cell_contents for cell in cells if _holds(cell.cell_contents)}
+        new = {key: CellType(_exchange(content, other)) for key, content in held.items()}
+        return with_cells(value, new) if new else value
+    return value
+
+
+def _holds(value: Any) -> bool:
+    """Returns whether a variable of a closure is a module, or a method or partial of one."""
+    if isinstance(value, MethodType):
+        return isinstance(value.__self__, nn.Module)
+    return isinstance(value, nn.Module | partial)
