@@ -31,6 +31,7 @@ from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.closures import Closures
+from shardmap_torch.core.progress import telling
 from shardmap_torch.core.torch_private.engine import (
     forward_level,
     functorch,
@@ -296,16 +297,23 @@ class _Body:
         if forward_level() >= 0:  # a compiled call would drop its tangents
             return self._run_checked(args, kwargs)
         with suppress(UncompiledError):
-            if self._root is None:
-                self._root = Root(self._name)
-            mesh, root = _resolve_mesh(self._mesh, None), self._root
-            if mesh.kind in PROCESS_KINDS and not (self._lifted or is_transformed()):
-                call = self._call(None, args, kwargs, infers=True)
-                if call.mapped == mesh.axis_names:
-                    run = partial(root.run_body, compiler, self._trace_body, call)
-                    return runtime_of(mesh).run(replace(call, compiled=run), False)
-            return root.run(compiler, self.trace, args, kwargs)
+            if self._root is not None:
+                return self._compiled(self._root, compiler, args, kwargs)
+            self._root = Root(self._name)
+            with telling("compiling", self._name):
+                return self._compiled(self._root, compiler, args, kwargs)
         return self._run_checked(args, kwargs)
+
+    def _compiled(
+        self, root: Root, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tree:
+        mesh = _resolve_mesh(self._mesh, None)
+        if mesh.kind in PROCESS_KINDS and not (self._lifted or is_transformed()):
+            call = self._call(None, args, kwargs, infers=True)
+            if call.mapped == mesh.axis_names:
+                run = partial(root.run_body, compiler, self._trace_body, call)
+                return runtime_of(mesh).run(replace(call, compiled=run), False)
+        return root.run(compiler, self.trace, args, kwargs)
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         while True:

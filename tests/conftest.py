@@ -22,6 +22,8 @@ hypothesis.settings.load_profile("tests")
 
 _TRIES: Final = verdict._TRIES
 
+os.environ["SHARDMAP_PROGRESS"] = "0"  # a slow machine would add lines to what tests capture
+
 # Folders whose tests run programs from end to end, and modules that try each row of a table.
 SLOW: Final = {
     Path(__file__).parent / name

@@ -118,6 +118,12 @@ def site_calling(code: CodeType) -> Site | None:
     return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
+def site_of(frame: FrameType) -> Site | None:
+    """Finds the innermost line of the user's code of a stack that begins with this frame."""
+    users = _users(frame)
+    return None if users is None else Site(users.f_code.co_filename, users.f_lineno)
+
+
 def call_sites() -> tuple[Site, ...]:
     """Finds all such lines, the innermost first: they tell the callers of a helper apart."""
     found, frame = [], _users(sys._getframe(1))

@@ -27,6 +27,7 @@ from shardmap_torch.control.start import current
 from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import is_batched
+from shardmap_torch.core.progress import telling
 from shardmap_torch.core.torch_private.fake_modes import postponing_dynamo
 from shardmap_torch.core.tree import Tree, entry_order
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
@@ -264,7 +265,8 @@ class Checked:
         torch.clear_autocast_cache()
         with autograd_state.set_aside(), postponing_full_collections(), postponing_dynamo():
             with undoing(call, states, is_simulated(call.mesh)) as (undone_call, undone):
-                verdict = check(undone_call)
+                with telling("checking", self._name):
+                    verdict = check(undone_call)
         torch.clear_autocast_cache()
         altered, read = tuple(sorted(undone.altered)), verdict.traits.closed_over
         places = [at for at, x in enumerate(self._captured.tensors(call)) if id(x) in read]
