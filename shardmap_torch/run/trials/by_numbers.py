@@ -8,7 +8,7 @@ chance; so all operators have to be analytic, or in pieces all of which were met
 """
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from operator import ne
@@ -25,35 +25,36 @@ from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt, detached, verify
-from shardmap_torch.core.ambient import SILENT
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import FakeTensor, forward_level
-from shardmap_torch.errors import ShardTypeError, SpecError
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials.comparison import Comparison, RefutedError
 from shardmap_torch.run.trials.draws import Like
 from shardmap_torch.run.trials.runs import Program
+from shardmap_torch.run.trials.sizes import MAX_RANKS, scales
 from shardmap_torch.run.trials.watch import UntriedError
 
 T = TypeVar("T")
 Axes = frozenset[str]
+Likes = Mapping[int, Like]
 
-_RANKS: Final = 64
 _WORK: Final = 100_000_000
-"""Ranks, and entries that they compute, up to which a program is tried: some seconds."""
+"""Entries that ranks compute up to which a program is tried: some seconds."""
 
 _SHOWN: Final = 5
 """Maximal number of lines that are named."""
 
 _LARGE: Final = (
-    "{}, and at most {:,} are tried. Check it at smaller sizes, and put what sends into a "
-    "local_region, which validate_rule tries"
+    "{}, at most {} ranks and {:,} entries are tried, and at smaller sizes the body does something "
+    "else. Check it at smaller sizes, or put what sends into a local_region, which validate_rule "
+    "tries"
 )
 
 
 def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Verdict | None:
-    """Returns a verdict on a body that global strictness refuses, if random numbers bear it out.
+    """Returns a verdict on a body that layouts do not prove, if random numbers bear it out.
 
     Adds to the error why they do not.
 
@@ -66,26 +67,23 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         ShardTypeError: the ranks compute something else.
     """
     compared = _compared(call.mesh, strictness)
-    verdict = _well_typed(call)
-    sending = [] if verdict is None else _sending(verdict, compared)
-    axes = frozenset(axis for e in sending for axis in _axes_of(e)) & compared
-    axes |= frozenset() if verdict is None else verdict.traits.asks & compared
-    if not axes:
+    typed = _well_typed(call)
+    axes, proven, others = _split(call, compared) if typed is not None else (compared, None, {})
+    if typed is None or proven is None:
         return None
     over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
+    sending = _sending(typed, compared)
+    lines = [f"  {e.name}  # {e.site}" for e in sending] or [f"  {_reason(error)}"]
+    lines = list(dict.fromkeys(lines))[:_SHOWN]
     try:
-        proven = verify(call, (compared - axes) or "local")
-    except (ShardTypeError, SpecError) as other:
-        first = str(other).partition("\n")[0]
-        if not str(error).startswith(first):
-            _note(error, f"Nor can it be tried with numbers over {over}: {first}")
-        return None
-    except Exception:  # of the user's code, behind the first error
-        return None
-    lines = list(dict.fromkeys(f"  {e.name}  # {e.site}" for e in sending))[:_SHOWN]
-    try:
-        comparison = _compare(call, proven, compared, axes)
+        comparison = _compare(call, proven, compared, axes, typed)
     except RefutedError as refuted:
+        sent = {axis for e in sending for axis in _axes_of(e)}
+        plain = [axis for axis in others if axis not in sent]
+        for axis in plain if sending else ():
+            _note(error, f"Over {axis!r} alone: {_reason(others[axis])}")
+        if plain or not sending:  # the step that is another one says more
+            return None
         if "local_region" not in str(error):  # it tells more
             _note(error, f"Tried with numbers over {over} as well: {refuted}.")
             return None
@@ -99,8 +97,36 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     return replace(
         proven,
         traits=replace(proven.traits, averages=averages),
-        tried="\n".join([comparison.report(over), *lines]),
+        tried="\n".join([comparison.report(over, call), *lines]),
     )
+
+
+def _split(call: Call, compared: Axes) -> tuple[Axes, Verdict | None, Mapping[str, Exception]]:
+    """Returns the axes over which layouts prove nothing, a proof over the others, and errors."""
+    errors: dict[str, Exception] = {}
+    for axis in sorted(compared) if len(compared) > 1 else ():
+        try:
+            attempt(call, NONE, frozenset({axis}))
+        except Exception as error:  # of the user's code too, on one device
+            errors[axis] = error
+    axes = frozenset(errors) or compared
+    proven = _proven(call, compared - axes)
+    if proven is None and axes != compared:  # the axes depend on one another
+        axes, proven = compared, _proven(call, Axes())
+    return axes, proven, errors
+
+
+def _proven(call: Call, axes: Axes) -> Verdict | None:
+    try:
+        return verify(call, axes or "local")
+    except Exception:  # of the user's code too, behind the first error
+        return None
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error, without what it is about."""
+    first = str(error).partition("\n")[0]
+    return first.partition("check='global': ")[2] or first
 
 
 _REFUTED: Final = (
@@ -125,12 +151,12 @@ def _compared(mesh: Mesh, strictness: Strictness) -> Axes:
     return frozenset(mesh.finest(sorted(strictness)))
 
 
-def _sending(verdict: Verdict, compared: Axes) -> list[Equation]:
+def _sending(typed: Verdict, compared: Axes) -> list[Equation]:
     """Returns the collectives over compared axes that one device does not have.
 
     Those whose blocks are one more dim count only where there are no others.
     """
-    equations = [e for e in verdict.equations if not compared.isdisjoint(_axes_of(e))]
+    equations = [e for e in typed.equations if not compared.isdisjoint(_axes_of(e))]
     return list(filter(_sends, equations)) or list(filter(_stacks, equations))
 
 
@@ -161,7 +187,9 @@ def _stacks(equation: Equation) -> bool:
     return not equation.backward and not collective.tiled
 
 
-def _compare(call: Call, proven: Verdict, compared: Axes, axes: Axes) -> Comparison:
+def _compare(
+    call: Call, proven: Verdict, compared: Axes, axes: Axes, typed: Verdict
+) -> Comparison:
     """Tries the program with ranks along `axes`, and those that are not compared, on its own.
 
     Raises:
@@ -171,15 +199,11 @@ def _compare(call: Call, proven: Verdict, compared: Axes, axes: Axes) -> Compari
     state = thread_state()
     likes = {at: _like(call.leaves[at], proven) for at in call.crossing}
     strictness: Strictness = (compared - axes) or "local"
-    names = frozenset(call.mesh.axis_names)
+    others = frozenset(call.mesh.axis_names) - compared
 
     def compare() -> Comparison:
         with state.entered():
-            ranks = _program(call, likes, strictness, (names - compared) | axes)
-            one = _program(call, likes, strictness, names - compared)
-            work = max(ranks.work, one.work)
-            if work > _WORK:
-                raise UntriedError(_LARGE.format(f"ranks would compute {work:,} entries", _WORK))
+            ranks, one = _small_enough(call, likes, strictness, others, axes, typed)
             _require_same_casts(proven, ranks.verdict, axes)
             comparison = Comparison(ranks, one)
             comparison.run()
@@ -188,12 +212,52 @@ def _compare(call: Call, proven: Verdict, compared: Axes, axes: Axes) -> Compari
     return _aside(compare)
 
 
+def _small_enough(
+    call: Call,
+    likes: Likes,
+    strictness: Strictness,
+    others: Axes,
+    axes: Axes,
+    typed: Verdict,
+) -> tuple[Program, Program]:
+    """Returns the program on ranks along `axes` and `others`, and along `others` alone.
+
+    Raises:
+        UntriedError: it is too large, or does something else at smaller sizes.
+    """
+    too_large = f"there are {call.mesh.size} ranks"
+    for scale in scales(call.mesh, axes | others):
+        scaled = {
+            at: replace(like, shape=scale.shape(like.shape, typed.specs[at], call.mesh))
+            for at, like in likes.items()
+        }
+        is_whole = scale.is_whole(call.mesh, axes | others) and scaled == likes
+        try:
+            ranks = _program(call, scaled, strictness, scale.of(axes | others))
+            one = _program(call, scaled, strictness, scale.of(others))
+        except _UncheckedError:
+            if is_whole:
+                raise
+            break
+        if not is_whole and _steps(ranks.verdict) != _steps(typed):
+            break
+        work = max(ranks.work, one.work)
+        if work <= _WORK:
+            ratio = ranks.call.mesh.size // one.call.mesh.size
+            return ranks, replace(one, parts=ratio)
+        too_large = f"ranks would compute {work:,} entries"
+    raise UntriedError(_LARGE.format(too_large, MAX_RANKS, _WORK))
+
+
+def _steps(verdict: Verdict) -> list[tuple[object, ...]]:
+    """Returns what a program does, whatever its sizes are."""
+    return [(e.name, e.site, e.backward) for e in verdict.equations]
+
+
 def _aside(work: Callable[[], T]) -> T:
     """Works on another thread, where neither modes nor transforms of torch are active."""
-    context = contextvars.copy_context()
-    context.run(SILENT.set, True)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(context.run, work).result()
+        return pool.submit(contextvars.copy_context().run, work).result()
 
 
 def _like(leaf: Tensor, proven: Verdict) -> Like:
@@ -203,17 +267,13 @@ def _like(leaf: Tensor, proven: Verdict) -> Like:
     return Like(leaf.shape, leaf.dtype, device, grad)
 
 
-def _program(call: Call, likes: dict[int, Like], strictness: Strictness, axes: Axes) -> Program:
-    """Checks the call where only these axes have several ranks."""
+def _program(
+    call: Call, likes: Likes, strictness: Strictness, sizes: Mapping[str, int]
+) -> Program:
+    """Checks the call where axes have these sizes."""
     full = call.mesh
-    sizes = tuple(full.shape[axis] if axis in axes else 1 for axis in full.axis_names)
-    mesh = Mesh(
-        *(full.axis_names, sizes, "simulated", full.device, "ranks"),
-        aliases=full.aliases,
-        full=full,
-    )
-    if mesh.size > _RANKS:
-        raise UntriedError(_LARGE.format(f"there are {mesh.size} ranks", _RANKS))
+    shape = tuple([sizes.get(axis, 1) for axis in full.axis_names])
+    mesh = Mesh(full.axis_names, shape, "simulated", full.device, "ranks", aliases=full.aliases)
     leaves = list(call.leaves)
     for at, like in likes.items():
         [leaves[at]] = stand_ins((ShapeDtype(tuple(like.shape), like.dtype, like.grad),))

@@ -1,7 +1,7 @@
 """Compares what ranks compute from random numbers with what one device computes."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, zip_longest
 from typing import Any, Final
@@ -9,12 +9,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.boundary.call import Call
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.errors import show
 from shardmap_torch.run.trials.dependence import ZERO, Dependence, tolerance
 from shardmap_torch.run.trials.draws import (
     FARTHER,
+    LEVELLED,
     PLAIN,
     SHIFTED,
     STRUCTURED,
@@ -43,6 +45,7 @@ _PROBES: Final = 16
 """Maximal number of limits of an integer argument that are looked at."""
 
 Steps = Sequence[tuple[Any, ...]]
+Limits = Mapping[int, frozenset[int]]
 
 
 @dataclass
@@ -66,6 +69,8 @@ class Comparison:
     _excused: Seen = field(default_factory=Seen)
     _steps: tuple[Steps, Steps] = ((), ())
     _selects: bool = False
+    _ties: bool = False
+    _summarizes: bool = False
     _lost: set[str] = field(default_factory=set)
     _untold: set[str] = field(default_factory=set)
 
@@ -81,7 +86,7 @@ class Comparison:
         self.zero = {name for name, x in expected.items() if isinstance(x, Tensor)}
         self._untold = {*expected}
         base = Draw(1, blocks=blocks, lengths=watched.lengths)
-        base = replace(base, limits=self._limits(watched, base))
+        base = replace(base, limits=self._limits(watched, self._limits_of_ranks(), base))
         positive: frozenset[int] = frozenset()
         if not _is_defined(_run(self.one, base)[0]):
             positive = self._positive(base)
@@ -102,8 +107,12 @@ class Comparison:
             draw = replace(next(draws), style=style)
             if self._try(draw, partly=True):
                 dependence.look(draw, self._lost)
-        for style in TIED if self._selects else ():
-            self._try(replace(next(draws), style=style), partly=True, gradients=False)
+        # Which of equal entries `topk` chooses is left open, and so is where gradients go.
+        for style in TIED if self._selects or self._ties else ():
+            draw = replace(next(draws), style=style)
+            self._try(draw, partly=True, gradients=not self._selects)
+        for style in LEVELLED if self._summarizes else ():
+            self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)
         for style in FARTHER:
             if self.num_trials >= len(PLAIN) and not any(self._missing()):
@@ -123,20 +132,29 @@ class Comparison:
     def _missing(self) -> tuple[str | None, ...]:
         """Returns a condition that was the same in all trials, on one device and on the ranks."""
         one, ranks = self._seen
-        return one.missing(self._excused), ranks.missing(self._excused)
+        unmixed = ranks.unmixed(self.ranks.call.mesh.size)
+        return one.missing(self._excused), ranks.missing(self._excused) or unmixed
 
     def _is_discrete(self, draw: Draw) -> bool:
         drawn = [*draw.values(self.one.likes, True).values(), *draw.closures.values()]
         return not all(map(is_smooth, drawn))
 
-    def _limits(self, watched: Watched, base: Draw) -> dict[int, frozenset[int]]:
+    def _limits_of_ranks(self) -> Limits:
+        """Returns the numbers by which conditions change on the ranks, as at the edges of blocks."""
+        try:
+            return self.ranks.run(Draw(0, blocks=self.ranks.blocks))[1].limits
+        except Exception:  # the user's code; the first trial shows it
+            return {}
+
+    def _limits(self, watched: Watched, of_ranks: Limits, base: Draw) -> Limits:
         """Returns the numbers by which conditions change, but those that the body does not take.
 
         On one device it fails with these, as a lookup does: they are out of its domain, and so is
         what happens for them.
         """
         limits: dict[int, frozenset[int]] = {}
-        for at, numbers in watched.limits.items():
+        for at in sorted(watched.limits.keys() | of_ranks.keys()):
+            numbers = watched.limits.get(at, frozenset()) | of_ranks.get(at, frozenset())
             bounds = torch.iinfo(self.one.likes[at].dtype)
             inside = range(watched.lengths.get(at, 0))
             own = sorted(n for n in numbers if bounds.min <= n <= bounds.max)
@@ -174,14 +192,18 @@ class Comparison:
         """True if losses have targets, none of which was ignored in the trials."""
         return any(name == "nll_loss_forward" for name, *_ in self._steps[0])
 
-    def report(self, over: str) -> str:
-        """Formats what was found."""
+    def report(self, over: str, call: Call) -> str:
+        """Formats what was found for a call, over these axes."""
         ranks = self.ranks.call.mesh.size
         within = f" within {self.worst:.0e}" if self.worst else ""
         lines = [
             f"tried with numbers over {over}: in {self.num_trials} trials {ranks} ranks had the "
             f"results and gradients of one device{within}"
         ]
+        likes = self.ranks.likes
+        shapes = [tuple(like.shape) for like in likes.values()]
+        if shapes != [tuple(call.leaves[at].shape) for at in likes]:
+            lines.append(f"  at smaller sizes, with arguments of {', '.join(map(str, shapes))}")
         lines += [f"  zero in all of them: {name}" for name in sorted(self.zero)]
         return "\n".join(lines)
 
@@ -212,6 +234,8 @@ class Comparison:
         self.num_trials += 1
         self._steps = one.steps, ranks.steps
         self._selects |= one.selects or ranks.selects
+        self._ties |= one.ties or ranks.ties
+        self._summarizes |= one.summarizes or ranks.summarizes
         fixed = _fixed_results(expected, one)
         self.zero -= {name for name, x in expected.items() if name in fixed or _size(x) > ZERO}
         told = expected.keys() - self.zero
@@ -231,12 +255,12 @@ class Comparison:
             raise RefutedError(f"{where} there is no result {name}")
         differences = {name: _difference(values[name], x) for name, x in expected.items()}
         lost = {name for name, what in differences.items() if isinstance(what, str)}
-        if lost:
+        if lost and not draw.style.tied:
             lost &= self._moved_by_rounding(draw, values, expected)
         for name, difference in differences.items():
             if isinstance(difference, float):
                 self.worst = max(self.worst, difference)
-            elif name not in lost:
+            elif name not in lost or draw.style.tied:
                 raise RefutedError(f"{name} {difference}{_shown(draw.style)}")
         self._untold -= expected.keys() - lost
         return lost

@@ -35,6 +35,8 @@ class Style:
         tied: whether floating numbers are few, so that many are equal.
         rows: whether each row has a scale of its own, down to the smallest.
         jitter: by which part of itself each floating number is off.
+        levels: how the floating numbers of one block lie, and those of the others, by names of
+            `LEVELS`; None if all are alike.
     """
 
     scale: float = 1.0
@@ -44,6 +46,7 @@ class Style:
     tied: bool = False
     rows: bool = False
     jitter: float = 0.0
+    levels: tuple[str, str] | None = None
 
 
 PATTERNS: Final = (
@@ -86,6 +89,19 @@ FARTHER: Final = (
     *(Style(scale=1e-5, shift=1.0, signed=signed) for signed in (False, True, True)),
 )
 """Styles that meet pieces which the others have missed."""
+
+LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
+    "mixed": (1.0, 0.0, 0.0),
+    "small": (0.1, 0.0, 0.0),
+    "high": (0.3, 2.0, 2.0),
+    "low": (0.3, -2.0, -2.0),
+    "one high": (0.3, -2.0, 2.0),
+    "one low": (0.3, 2.0, -2.0),
+}
+"""For the numbers of a block: their deviation, the mean of all but one in a row, and of that one."""
+
+LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in LEVELS for usual in LEVELS)
+"""Styles in which one block differs from the others in each way, as conditions on many entries do."""
 
 TIED: Final = (Style(tied=True), Style(tied=True, scale=0.5))
 """Styles in which what is largest is so several times."""
@@ -173,11 +189,28 @@ class Draw:
         if style.rows and drawn.ndim:
             sizes = torch.empty(drawn.shape[:-1]).uniform_(-18.0, 1.0, generator=generator)
             drawn = drawn * (10.0 ** sizes.double()).unsqueeze(-1)
+        if style.levels is not None and drawn.ndim:
+            drawn = self._levelled(at, drawn, style.levels, generator)
         sign = 1.0
         if style.signed:
             sign = 1.0 - 2.0 * float(torch.rand((), generator=generator) < 0.5)
         drawn = drawn + sign * style.shift
         return drawn.abs().to(dtype) if at in self.positive else drawn.to(dtype)
+
+    def _levelled(
+        self, at: int, drawn: Tensor, levels: tuple[str, str], generator: torch.Generator
+    ) -> Tensor:
+        """Draws the numbers of one block, and those of the others, at levels of their own."""
+        counts = self.blocks.get(at, (1,) * drawn.ndim)
+        dim = max((d for d, count in enumerate(counts) if count > 1), default=drawn.ndim - 1)
+        blocks = [*drawn.tensor_split(counts[dim], dim)]
+        odd = self.seed % len(blocks)
+        for place, block in enumerate(blocks):
+            deviation, usual, single = LEVELS[levels[place != odd]]
+            one = torch.rand(block.shape, generator=generator).argmax(dim, keepdim=True)
+            means = torch.full_like(block, usual).scatter(dim, one, single)
+            blocks[place] = means + deviation * block
+        return torch.cat(blocks, dim)
 
     def _integers(self, at: int, like: Like, generator: torch.Generator) -> Tensor:
         length = 1 if self.lengths is None else self.lengths.get(at, _MANY)

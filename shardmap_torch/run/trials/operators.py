@@ -40,8 +40,8 @@ VIEWED: Final = _names(
 )
 """Those of them whose results have entries of their one operand alone."""
 
-SELECTED: Final = _names("argmax argmin sort argsort topk kthvalue median")
-"""Those that choose among entries: in as many pieces as orders, none of which is special."""
+SELECTED: Final = _names("argmax argmin sort argsort topk")
+"""Those that choose among entries: in as many pieces as orders."""
 
 ANALYTIC: Final = _names(
     "add sub rsub mul div neg reciprocal square sqrt rsqrt pow exp exp2 expm1 log log2 log10 log1p "
@@ -162,6 +162,9 @@ LOGICAL: Final = _names(
 )
 """Functions of booleans."""
 
+SUMMARIES: Final = _names("any all amax amin max min")
+"""Those that make one boolean or integer of many: what ranks make of these has to be met."""
+
 DIVIDED: Final = _names("floor_divide remainder div fmod")
 """Quotients and rests of integers."""
 
@@ -247,6 +250,51 @@ def moderate(
     x = arguments["self"].abs()
     condition, finite = _open(x, MODERATE[name], torch.lt)
     return condition, finite & (x < min(map(abs, masks), default=_INFINITE) / 2)
+
+
+def has_ties(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether equal numbers make a difference, also to a gradient."""
+    x, other = arguments["self"], arguments.get("other")
+    if name in ("eq", "ne"):
+        return x.is_floating_point() and isinstance(other, Tensor)
+    return name in EXTREMA and other is None and is_smooth(x)
+
+
+def summary(name: str, arguments: Mapping[str, Any], out: Any) -> Tensor | None:
+    """Returns booleans or integers that a rank makes of many entries; None for other calls.
+
+    Comparisons of integers are among them, which may have been counted.
+    """
+    x = arguments.get("self")
+    made = out[0] if isinstance(out, tuple | list) and out else out
+    if not isinstance(x, Tensor) or not isinstance(made, Tensor):
+        return None
+    if name in SUMMARIES and arguments.get("other") is None and not is_smooth(made):
+        return made
+    return made if name in COMPARED and not (is_smooth(x) or x.dtype == torch.bool) else None
+
+
+def chosen(name: str, arguments: Mapping[str, Any], out: Any, parts: int) -> Sequence[Condition]:
+    """Returns for each part of a dim where all that is chosen of the dim lies in that part.
+
+    What ranks choose of their own parts may be too few there. There are none where nothing is left
+    out, and of sorted entries.
+    """
+    x, dim = arguments["self"], arguments.get("dim")
+    if name not in ("topk", "argmax", "argmin") or not x.numel():
+        return []
+    places = out[1] if name == "topk" else out
+    x, places = (x, places) if dim is not None and x.ndim else (x.flatten(), places.reshape(1))
+    dim = -1 if dim is None else dim
+    is_kept = name == "topk" or places.ndim == x.ndim
+    places = places.movedim(dim, -1) if is_kept else places.unsqueeze(-1)
+    size, is_last = x.shape[dim], dim % x.ndim == x.ndim - 1
+    is_sorted = is_last and bool((x.diff(dim=-1) <= 0).all())
+    if places.shape[-1] == size or is_sorted:
+        return []
+    own = places[..., : -(-size // parts)] * parts // size
+    found = [(own == part).all(-1) for part in range(min(parts, size))]
+    return [(alone, torch.ones_like(alone)) for alone in found]
 
 
 def _is_certain(side: str, mine: Bounds | None, other: Bounds | None) -> bool:

@@ -31,11 +31,13 @@ class Program:
         call: the call; its tensors do not count.
         verdict: the verdict on it.
         likes: what is drawn for each argument, by its position.
+        parts: into how many parts the ranks of another program divide what this one has whole.
     """
 
     call: Call
     verdict: Verdict
     likes: Mapping[int, Like]
+    parts: int = 1
 
     @property
     def work(self) -> int:
@@ -72,7 +74,8 @@ class Program:
         Raises:
             UntriedError: random numbers cannot decide about the body.
         """
-        watched = Watched(tuple(self.likes), draw, wide, Seen() if seen is None else seen)
+        seen = Seen() if seen is None else seen
+        watched = Watched(tuple(self.likes), draw, wide, seen, parts=self.parts)
         inputs = draw.values(self.likes, wide)
         start = copied(self.verdict.start, _widened) if wide else self.verdict.start
         call = replace(self.call, leaves=self._leaves(inputs))
@@ -81,6 +84,7 @@ class Program:
         applied = replace(applied, function=body, separate=watched.backward)
         try:
             results, _ = flatten(threads.run(applied))
+            watched.compare_ranks()
             return self._with_gradients(results, inputs, draw), watched
         except Departure as departure:
             raise UntriedError(f"its steps are others:\n{departure.difference}") from None

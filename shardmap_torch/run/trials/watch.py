@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -33,17 +34,43 @@ class UntriedError(BaseException):
     """
 
 
+Pattern = tuple[int, bool]
+"""A rank, or -1 for all, and the value that it has; one rank where another one has the other."""
+
+
 @dataclass
 class Seen:
-    """The conditions that were true somewhere, and those that were false somewhere."""
+    """The conditions that were true somewhere, and those that were false somewhere.
+
+    Attributes:
+        true: those that were true.
+        false: those that were false.
+        patterns: of what ranks make of many entries, in which ways it was distributed over them.
+    """
 
     true: set[Condition] = field(default_factory=set)
     false: set[Condition] = field(default_factory=set)
+    patterns: dict[Condition, set[Pattern]] = field(default_factory=dict)
 
     def add(self, other: "Seen") -> None:
         """Adds what another run has met."""
         self.true |= other.true
         self.false |= other.false
+        for condition, patterns in other.patterns.items():
+            self.patterns.setdefault(condition, set()).update(patterns)
+
+    def unmixed(self, ranks: int) -> str | None:
+        """Describes a summary of entries that ranks did not have in all ways; None if none is.
+
+        Summaries that all ranks have alike are met as conditions are.
+        """
+        wanted = set(product(range(-1, ranks), (True, False)))
+        for (site, name, _, _), met in sorted(self.patterns.items(), key=str):
+            if any(rank >= 0 for rank, _ in met) and not wanted <= met:
+                rank, value = min(wanted - met)
+                where = "all ranks" if rank < 0 else f"rank {rank} and not on all"
+                return f"{name} is never {str(value).lower()} on {where} for random inputs, at {site}"
+        return None
 
     def missing(self, excused: "Seen") -> str | None:
         """Describes a condition that was the same everywhere; None if there is none.
@@ -204,7 +231,10 @@ class Watched(_Body):
         ignored: for integer inputs the targets that averaged losses leave out; that there are none
             is looked at in each call.
         masks: large numbers that it writes where something is hidden.
+        parts: into how many parts ranks divide a dim, on one device.
         selects: whether it chooses among entries, which may be equal.
+        ties: whether equal entries may matter in it.
+        summarizes: whether it makes one boolean or integer of many entries.
         fixed: for each tensor among the results whether it depends on no input.
         steps: the operations of the first rank, but casts, with arguments that are no tensors.
         origins: what its values come from.
@@ -218,7 +248,11 @@ class Watched(_Body):
     limits: dict[int, frozenset[int]] = field(default_factory=dict)
     ignored: dict[int, frozenset[int]] = field(default_factory=dict)
     masks: set[float] = field(default_factory=set)
+    parts: int = 1
     selects: bool = False
+    ties: bool = False
+    summarizes: bool = False
+    _summaries: dict[Condition, dict[int, Tensor]] = field(default_factory=dict)
     fixed: list[bool] = field(default_factory=list)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
@@ -230,9 +264,35 @@ class Watched(_Body):
         for position in self.crossing:
             self.origins.note(leaves[position], False, frozenset({(position, 0)}))
 
+    def summarize(self, met: Condition, rank: int, flags: Tensor) -> None:
+        """Notes a summary of one rank's entries."""
+        self.summarizes = True
+        self._summaries.setdefault(met, {})[rank] = flags
+
+    def compare_ranks(self) -> None:
+        """Notes in which ways summaries were distributed over the ranks, after the run."""
+        for met, by_rank in self._summaries.items():
+            self.seen.patterns[met] = set(_patterns(by_rank))
+
     def leave(self, leaves: Sequence[Any]) -> None:
         tensors = [base_of(x) for x in leaves if isinstance(x, Tensor)]
         self.fixed = [self.origins.is_fixed(x) for x in tensors]
+
+
+def _patterns(by_rank: Mapping[int, Tensor]) -> Iterator[Pattern]:
+    shapes = {x.shape for x in by_rank.values()}
+    if len(by_rank) < 2 or len(shapes) > 1:
+        return
+    made = torch.stack([*by_rank.values()])
+    flags = made if made.dtype == torch.bool else made == made.amax(0)
+    mixed = flags.any(0) & ~flags.all(0)
+    for value in (True, False):
+        if made.dtype != torch.bool or bool((flags == value).all(0).any()):
+            yield -1, value
+    for rank, own in zip(by_rank, flags, strict=True):
+        for value in (True, False):
+            if bool(((own == value) & mixed).any()):
+                yield rank, value
 
 
 class _Wide(TorchDispatchMode):
@@ -287,7 +347,8 @@ class _Watch(_Wide):
     def __init__(self, watched: Watched, rank: int | None = None) -> None:
         super().__init__(watched.draw, watched.origins, watched.wide, rank is not None)
         self._watched = watched
-        self._is_first = (current_rank() if rank is None else rank) == 0
+        self._rank = current_rank() if rank is None else rank
+        self._is_first = self._rank == 0
         self._count: dict[tuple[Site | None, str], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -348,7 +409,9 @@ class _Watch(_Wide):
         if name == "_to_copy":
             _require_kept(free[0], out)
         if name in operators.SELECTED:
-            self._watched.selects = True
+            self._watched.selects = self._watched.summarizes = True
+            chosen = operators.chosen(name, arguments, out, self._watched.parts)
+            self._meet(name, chosen, False)
             return
         if name in operators.MOVED:
             return
@@ -365,6 +428,13 @@ class _Watch(_Wide):
         if conditions is None:
             raise _refusal(name, "may have pieces that random inputs do not reach")
         self._meet(name, conditions)
+        self._watched.ties |= operators.has_ties(name, arguments)
+        summary = operators.summary(name, arguments, out)
+        is_place = self._origins.entries_of(free) or any(map(self._origins.bounds_of, free))
+        if summary is not None and not is_place:
+            site = call_site()
+            met = site, name, -1, self._count[site, name]
+            self._watched.summarize(met, self._rank, summary)
 
     def _note_limits(self, name: str, arguments: Mapping[str, Any]) -> None:
         limits = self._watched.limits
