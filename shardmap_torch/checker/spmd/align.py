@@ -1,6 +1,6 @@
 """Aligns the ranks' program with the one-device program: the same steps in the same order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from shardmap_torch.checker.rules.rule import overloads
@@ -30,31 +30,6 @@ class Alignment:
         self._at = 0
         self._same: dict[int, int] = {}
         self._newly_same: list[int] = []
-
-    @property
-    def at(self) -> int:
-        """The number of the next step."""
-        return self._at
-
-    @property
-    def events(self) -> Sequence[Event]:
-        """All steps of the one-device program."""
-        return self._events
-
-    def skip(self, to: int) -> None:
-        """Goes on at another step, since those before it repeat others."""
-        self._at = to
-
-    def identify(self, number: int, source: int) -> None:
-        """Notes that a tensor of steps that are skipped has the entries of another one."""
-        if self.canonical(Ref(number)) != source:
-            self._same[number] = source
-            self._newly_same.append(source)
-
-    def next_of(self, name: Any) -> Event | None:
-        """Returns the next step if it has that name, else None."""
-        event = self._events[self._at] if self._at < len(self._events) else None
-        return event if event is not None and _alike(name, event.name) else None
 
     def newly_same(self) -> list[int]:
         """Returns the tensors that only the one-device program has copied since the last call."""
@@ -112,7 +87,8 @@ class Alignment:
             return False
         ((number, _),) = event.results
         source = self.canonical(event.arguments["self"])
-        self.identify(number, source)
+        self._same[number] = source
+        self._newly_same.append(source)
         self._at += 1
         return True
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final
@@ -38,9 +37,6 @@ from shardmap_torch.checker.ir.observer import (
 )
 from shardmap_torch.checker.rules.infer import named_tensors
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, shown
-from shardmap_torch.checker.spmd.batches.items import Items
-from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
-from shardmap_torch.checker.spmd.batches.term_store import TermStore
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
@@ -86,17 +82,12 @@ class Relation(Observer):
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment, without)
         self._inside: list[Observer] = []
-        self._items = Items(TermStore(interpreter, self._notes), self._alignment, bool(without))
-        self._microbatches = Microbatches(self._items.store, self._items)
-        self._notes.reject_term = self._microbatches.reject
-        self._gradients = Gradients(self._notes, self._microbatches.store)
+        self._gradients = Gradients(self._notes)
         self._positions = Positions(self._notes, interpreter.mesh)
         self._vocabulary = VocabularyValues(self._notes, self._positions)
         self._maxima = Maxima(interpreter, self._notes, bool(without))
-        self._notes.finish = partial(self._items.finish, self._maxima.join)
         self._operations = Operations(
-            *(interpreter, self._notes, self._microbatches),
-            *(self._positions, self._vocabulary, self._maxima),
+            interpreter, self._notes, self._positions, self._vocabulary, self._maxima
         )
         self._inputs = iter(one.inputs)
 
@@ -141,7 +132,6 @@ class Relation(Observer):
                 self._notes.note(index, number, ShardedTensor.unsharded(()))
                 self._notes.set_sums(index, Sums(loose=frozenset(axes)))
                 self._positions.note_index(index, axes)
-                self._microbatches.note_index(index, axes)
 
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """Requires that a collective only changes how one value is sharded or summed."""
@@ -153,9 +143,6 @@ class Relation(Observer):
                 if move == "gather" and self._operations.candidates.gather(collective, event, x, y):
                     self._maxima.move(event, x)
                     return
-                self._notes.finish(x, event.arguments["x"])
-                on = collective.axes if collective is not None else ()
-                self._items.reject_move(on, x)
                 sums = self._notes.sums(x)
                 self._notes.reject_loose(x, sums.over(move))
                 if move in EXTREMA:
@@ -163,8 +150,6 @@ class Relation(Observer):
                 scatters = move == "sum_scatter"
                 shard = self._notes.find(x, event.arguments["x"], "its operand", scatters)
                 if collective is not None:
-                    if not collective.tiled:
-                        self._notes.reject_term(x)
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
                     sums = self._of_copies(sums, x, axes) if move == "sum" else sums
@@ -173,7 +158,6 @@ class Relation(Observer):
                     sums = replace(_without(sums, frozenset(axes)), partial=partial)
                 self._notes.note(y, number, shard)
                 self._notes.set_sums(y, sums)
-                self._microbatches.note_move(move, str(collective), on, x, y)
                 self._maxima.move(event, x)
 
     def _of_copies(self, sums: Sums, x: Tensor, axes: Sequence[str]) -> Sums:
@@ -347,13 +331,11 @@ class Relation(Observer):
     def _compare(
         self, op: OpOverload, arguments: Mapping[str, Any], results: Sequence[Tensor], key: Any
     ) -> None:
-        self._items.advance(op, arguments)
         event = self._alignment.take_unless_copy(op)
         self._notes.make_copies_read_only()
         if event is None:
             ((_, source),) = named_tensors(arguments)
             self._notes.copy(source, results[0])
-            self._microbatches.note_copy(source, results[0])
         elif event.grad_mode != grad_mode():
             raise UnrelatedError("gradients are recorded in one program only", OTHER)
         elif results:  # else it answers a question about shapes
@@ -365,14 +347,9 @@ class Relation(Observer):
         with self._judged("their end", [], placed=False):
             self._alignment.end()
 
-    def end(self) -> None:
-        """Unties the notes from what refers to them."""
-        del self._notes.reject_term, self._notes.finish
-
     # ------------------------------------------------------------------------------ errors
 
     def _take(self, name: Any, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Event:
-        self._items.advance(name, arguments)
         event = self._alignment.take(name)
         self._notes.make_copies_read_only()
         return event

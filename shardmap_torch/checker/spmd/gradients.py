@@ -6,8 +6,6 @@ from typing import Final
 
 from torch import Tensor
 
-from shardmap_torch.checker.spmd.batches.term_gradients import note_gradient
-from shardmap_torch.checker.spmd.batches.term_store import TermStore
 from shardmap_torch.checker.spmd.layout import (
     ANY,
     Dim,
@@ -34,9 +32,9 @@ class Gradients:
         has_custom_backward: whether the user's own code has run in this differentiation.
     """
 
-    def __init__(self, notes: Notes, store: TermStore) -> None:
-        """Reads the layouts of the values from `notes`; `store` has the terms of microbatches."""
-        self._notes, self._terms = notes, store
+    def __init__(self, notes: Notes) -> None:
+        """Reads the layouts of the values from `notes`."""
+        self._notes = notes
         self.has_custom_backward = False
         self._are_alike = True  # tangents and the values that they belong to
         self._pushed: dict[int, Dim] = {}  # what a vmap batches of tangents, by its level
@@ -68,8 +66,6 @@ class Gradients:
                 number, shape = next(found)
                 shard = self._batched_like(shard, operand, gradient, shape, self._batched)
                 self._note(shard, operand, gradient, number, scale, old)
-                values = (outputs, seeds, operand, gradient, old[0])
-                note_gradient(self._terms, *values, self.has_custom_backward)
 
     def note_dual(self, event: Event, primal: Tensor, tangent: Tensor) -> None:
         """Notes whether a tangent, where forward mode begins, is laid out like its value."""
@@ -102,14 +98,11 @@ class Gradients:
         """
         found = zip(event.arguments["values"], event.results, strict=True)
         for value, tangent, (ref, (number, shape)) in zip(values, tangents, found, strict=True):
-            if self._are_alike and not self.has_custom_backward and self._is_known(value):
+            if self._are_alike and not self.has_custom_backward and self._notes.find_any(value):
                 shard = self._notes.find(value, ref, "what it is the tangent of")
                 shard = self._batched_like(shard, value, tangent, shape, self._pushed)
                 self._notes.note(tangent, number, shard)
                 self._notes.set_sums(tangent, self._notes.sums(value))
-
-    def _is_known(self, gradient: Tensor) -> bool:
-        return self._notes.find_any(gradient) is not None and self._terms.term_of(gradient) is None
 
     def _batched_like(
         self,

@@ -52,14 +52,8 @@ ADDENDS: Final = "+"
 CANDIDATES: Final = "?"
 """Axis of a digit that a rank has in a dim of its own: gathered candidates for an extremum."""
 
-EACH: Final = "each microbatch"
-"""Axis of a digit that numbers microbatches: ranks have all of them, of their own rows.
-
-So the entries of that digit are not those on one device, but are treated alike, as shards are.
-"""
-
 _MARKS: Final = frozenset({BLOCKS, BLOCK, ADDENDS, CANDIDATES})
-_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS, CANDIDATES, EACH})
+_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS, CANDIDATES})
 
 
 def is_stacked(dims: Iterable[Dim]) -> bool:
@@ -154,9 +148,7 @@ def in_words(dim: Dim) -> str:
     """
     if step_of(dim) is not None:
         return "counted by each rank from 0"
-    axes = _axes_of_ranks(dim)
-    if dim[:1] and dim[0][0] == EACH:
-        return f"of {dim[0][1]} microbatches"
+    axes = axes_of(dim)
     if not axes:
         return "unsharded"
     blocks = f" within each of {dim[0][1]} blocks" if dim[0][0] is None else ""
@@ -204,12 +196,8 @@ class ShardedTensor:
         )
 
 
-def _axes_of_ranks(dim: Dim) -> tuple[str, ...]:
-    return tuple([axis for axis in axes_of(dim) if axis != EACH])
-
-
 def _entry(dim: Dim) -> Entry:
-    axes = _axes_of_ranks(dim)
+    axes = axes_of(dim)
     return axes[0] if len(axes) == 1 else (axes or None)
 
 

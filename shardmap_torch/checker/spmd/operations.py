@@ -14,8 +14,6 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.repairs import is_divided
 from shardmap_torch.checker.rules.infer import Refusal, Types, draws, named_tensors, type_results
 from shardmap_torch.checker.rules.lattice import NONLINEAR
-from shardmap_torch.checker.spmd.batches.microbatches import Microbatches
-from shardmap_torch.checker.spmd.batches.rearranging import rearrange
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED
@@ -54,14 +52,13 @@ class Operations:
         self,
         interpreter: Interpreter,
         notes: Notes,
-        microbatches: Microbatches,
         positions: Positions,
         vocabulary: VocabularyValues,
         maxima: Maxima,
     ) -> None:
         """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
-        self._microbatches, self._positions = microbatches, positions
+        self._positions = positions
         self._vocabulary, self._maxima = vocabulary, maxima
         self._blocks, self.candidates = Blocks(notes), Candidates(notes, positions, maxima)
         self._repeated = Repeated(interpreter, notes)
@@ -78,8 +75,7 @@ class Operations:
             UnrelatedError: they are not.
         """
         event = call.event
-        steps = (self._blocks.lay_out, self.candidates.lay_out, self._takes_items)
-        if any(lays_out(call) for lays_out in steps):
+        if self._blocks.lay_out(call) or self.candidates.lay_out(call):
             self._maxima.follow(call)
             return
         if len(call.results) != len(event.results):
@@ -91,32 +87,20 @@ class Operations:
             )
         positions = self._positions.lay_out(call)
         part = self._vocabulary.lay_out(call)
-        if part is not None:
-            self._microbatches.items.reject(call)
         positions = part if positions is None else positions
         # A run does not look at what backwards call.
         function = None if in_backward else self._interpreter.function
-        is_special = bool(positions) or self._microbatches.store.is_active
-        key = None if is_special else self._repeated.key(key, call, function)
+        key = None if positions else self._repeated.key(key, call, function)
         if self._repeated.note(key, call):
             self._maxima.follow(call)
         else:
             self._repeated.learn(key, call, self._compare_anew(call, function, positions))
-
-    def _takes_items(self, call: PairedCall) -> bool:
-        """Notes items of a dim, but for positions, of which more is known."""
-        x = call.arguments.get("self")
-        is_position = isinstance(x, Tensor) and self._positions.pair_of(x) is not None
-        is_known = is_position and call.op is torch.ops.aten.select.int
-        return not is_known and self._microbatches.items.lay_out(call)
 
     def _compare_anew(
         self, call: PairedCall, function: Any, positions: list[Sharded] | None
     ) -> Sequence[Sharded] | None:
         """Compares by all rules; returns how results are sharded if nothing else was noted."""
         op, event = call.op, call.event
-        if positions is None:
-            self._microbatches.items.adopt(call, self._positions.pair_of)
         for tensor in call.read if positions is None else ():
             if self._notes.sums(tensor).loose:
                 self._notes.reject_loose(tensor, self._kept(op, tensor))
@@ -131,11 +115,8 @@ class Operations:
             numbers = f"whose argument {name} is {here} on a rank and {there} on one device,"
             cause = AVERAGED if is_divided() else f"{messages.friendly(op)}, {numbers}"
             summed = summed.scaled(factor, NO_AXES, self.at(cause))
-        rearranged = None if positions else rearrange(self._microbatches.store, step, call)
-        special = positions or (rearranged.sharded if rearranged is not None else None)
-        special = special or self._overwrite(call, step.arguments)
-        combined = rearranged or self._microbatches.combine(call, positions is not None)
-        layouts, combined = self._microbatches.complete(special or propagate(step), combined)
+        special = positions or self._overwrite(call, step.arguments)
+        layouts = special or propagate(step)
         if op in IGNORING and any(sharded.means for sharded in layouts):
             self._interpreter.traits.averages = True
         extrema, known = self._carried(call), dict[Any, tuple[ShardedTensor, Sums]]()
@@ -151,8 +132,7 @@ class Operations:
                 self._maxima.begin(call, index)
                 self.candidates.begin(call, step.arguments["self"])
         self._maxima.follow(call)
-        self._microbatches.note(call, combined)
-        is_plain = factor == 1 and special is None and combined is None
+        is_plain = factor == 1 and special is None
         return layouts if is_plain else None
 
     def _step(self, call: PairedCall, function: Any, scaling: str) -> Step:

@@ -187,7 +187,6 @@ class AxesRelation(Relation):
                 dims = moved(move, collective, shard, shape)
                 self._notes.note(y, number, fitted(dims, tuple(y.shape), shape))
                 self._notes.set_sums(y, sums)
-                self._microbatches.note_move(move, str(collective), (), x, y)
 
 
 class RegionRelation(AxesRelation):

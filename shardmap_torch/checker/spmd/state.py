@@ -1,6 +1,6 @@
 """State of the ranks' program: the layout of each of its tensors."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -55,8 +55,6 @@ class Notes:
         self._on = frozenset(self.sizes)
         self._known: TensorMap[_Note] = TensorMap()
         self._sums: dict[int, Sums] = {}
-        self.reject_term: Callable[[Tensor], None] = lambda tensor: None
-        self.finish: Callable[[Tensor, Ref], None] = lambda tensor, ref: None
         # Cells and not tensors: torch copies a new tensor that has another reference already.
         self._where: dict[int, StorageType] = {}
 
@@ -97,7 +95,6 @@ class Notes:
         Raises:
             UnrelatedError: it is no shard of it.
         """
-        self.finish(tensor, ref)
         known = self._known.get(self._interpreter.fakify(tensor))
         if known is None:
             raise UnrelatedError(f"nothing is known about how {what} is sharded", UNSEEN)
@@ -271,7 +268,6 @@ class Notes:
             UnrelatedError: it is not.
         """
         self.reject_loose(tensor)
-        self.reject_term(tensor)
         reject_scaled(self.sums(tensor))
 
     def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES) -> None:

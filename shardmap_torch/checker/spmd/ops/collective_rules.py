@@ -8,7 +8,6 @@ from typing import Final, TypeAlias
 
 from shardmap_torch.checker.spmd.layout import (
     ANY,
-    EACH,
     Dim,
     ShardedTensor,
     Sizes,
@@ -178,7 +177,7 @@ def exchanged(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
     """
     count, names = prod(sizes[axis] for axis in axes), [axis for axis, _ in dim]
     own = next((at for at, axis in enumerate(names) if axis is None), None)
-    if dim == ANY or own is None or EACH in names or axes[0] not in names or dim[own][1] % count:
+    if dim == ANY or own is None or axes[0] not in names or dim[own][1] % count:
         return None
     at, index = names.index(axes[0]), tuple((axis, sizes[axis]) for axis in axes)
     rest, blocks = unsharded(dim[own][1] // count), ((None, count),)

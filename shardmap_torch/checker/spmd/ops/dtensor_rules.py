@@ -18,7 +18,6 @@ from shardmap_torch.checker.rules.infer import draws, signature_of, writes_of
 from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.checker.spmd.layout import (
     ANY,
-    EACH,
     Dim,
     Shape,
     ShardedTensor,
@@ -62,7 +61,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
     step, equal = _named(_laid_out(step))
     shards = step.shards
     bases = {axis: base for x in shards for dim in x.dims for axis, base in dim}
-    axes = sorted({axis for x in shards for axis in x.axes}, key=[*step.sizes, EACH].index)
+    axes = sorted({axis for x in shards for axis in x.axes}, key=[*step.sizes].index)
     op = _asked_about(step) if axes else step.op
     dims: list[list[Dim]] = [list(map(unsharded, global_shape)) for _, global_shape in step.results]
     partial: list[set[str]] = [set() for _ in step.results]
@@ -203,7 +202,7 @@ def _arguments_for(step: Step, axis: str) -> tuple[tuple[Any, ...], tuple[tuple[
     def seen(value: Any) -> Any:
         if isinstance(value, ShardedTensor):
             dim, shape = value.sharded_by(axis), list(value.local)
-            if dim is not None and axis != EACH:  # of which ranks have all
+            if dim is not None:
                 shape[dim] *= step.sizes[axis]
             return _Slot(tuple(shape), next(tensors).dtype, dim)
         if isinstance(value, list | tuple):

@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from shardmap_torch.checker.spmd.layout import ANY, EACH, Dim, axes_of
+from shardmap_torch.checker.spmd.layout import ANY, Dim, axes_of
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import Rule, Sharded, Step
 from shardmap_torch.core.torch_private.engine import OpOverload
@@ -27,7 +27,7 @@ def extremum(kind: str) -> Rule:
         listed = range(rank) if given is None else [given] if isinstance(given, int) else given
         over = {dim % rank for dim in listed} if rank else set()
         axes = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
-        if not axes or EACH in axes or any(x.dims[dim] == ANY for dim in over):
+        if not axes or any(x.dims[dim] == ANY for dim in over):
             return by_dtensor(step)
         left: list[Dim | None] = [None if at in over else each for at, each in enumerate(x.dims)]
         kept = [() if each is None and step.arguments.get("keepdim") else each for each in left]

@@ -125,7 +125,6 @@ class Candidates:
         at = collective.dim
         if collective.sizes is not None or axes != [known.axis] or known.form == LOCAL:
             return False
-        self._notes.reject_term(x)
         shard = self._notes.find(x, event.arguments["x"], "its operand")
         dims, digit = [*shard.dims], (CANDIDATES, self._notes.sizes[known.axis])
         if collective.tiled and known.dim == at:
@@ -148,7 +147,6 @@ class Candidates:
         axes, k = axes_of(shard.dims[dim]), call.arguments["k"]
         if len(axes) != 1 or shard.dims[dim][0][0] != axes[0] or self._notes.sums(x) != Sums():
             return False
-        self._notes.reject_term(x)
         dims = [*shard.dims[:dim], unsharded(k), *shard.dims[dim + 1 :]]
         number, largest = call.event.results[0][0], call.arguments["largest"]
         found = Candidate(VALUES, number, largest, axes[0], shard.local[dim], k, dim)
@@ -273,7 +271,6 @@ class Candidates:
     def _find(self, call: PairedCall, name: str) -> ShardedTensor:
         ref = call.event.arguments[name]
         assert isinstance(ref, Ref)
-        self._notes.reject_term(call.arguments[name])
         return self._notes.find(call.arguments[name], ref, name, takes_stacks=True)
 
     def _note(

@@ -1,1 +1,0 @@
-"""Batches that a body divides into microbatches, and how these are added up."""
