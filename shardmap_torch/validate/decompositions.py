@@ -7,7 +7,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.validate.numbers import Fault, draw, tolerance_of, unequal
+from shardmap_torch.run.trials.draws import random_like
+from shardmap_torch.validate.numbers import Fault, tolerance_of, unequal
 from shardmap_torch.validate.report import Findings
 from shardmap_torch.validate.typings import Operation
 
@@ -24,7 +25,7 @@ def try_values(
     generator = torch.Generator().manual_seed(seed)
     other = replace(operation, function=meaning)
     for _ in range(_DRAWS):
-        operands = [draw(like, generator) for like in operation.examples]
+        operands = [random_like(like, generator) for like in operation.examples]
         findings.tried += 1
         with torch.no_grad():
             _compare(operation.call(operands), other.call(operands), findings)

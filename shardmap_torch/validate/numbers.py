@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.functorch import is_smooth
+from shardmap_torch.run.trials.draws import random_like
 from shardmap_torch.types import AxisType, I, K, Partial, R, Z
 
 
@@ -32,17 +32,6 @@ class Fault:
         )
 
 
-def draw(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws random values like a tensor; integers stay in range, so that indices stay valid."""
-    if not is_smooth(like):
-        low, high = int(like.min()), int(like.max())
-        if low == high:  # 1: some indices count from one
-            low, high = (0, 1) if like.dtype == torch.bool else (min(1, low), high)
-        drawn = torch.randint(low, high + 1, like.shape, generator=generator)
-        return drawn.to(like.dtype).to(like.device)
-    return 2 * torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
-
-
 def total(values: Sequence[Tensor]) -> Tensor:
     """Sums over the ranks."""
     return sum(values[1:], values[0])
@@ -50,7 +39,7 @@ def total(values: Sequence[Tensor]) -> Tensor:
 
 def shifted(values: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
     """Makes other addends of the same sum."""
-    by = draw(values[0], generator)
+    by = random_like(values[0], generator)
     moved = list(values)
     moved[0], moved[-1] = moved[0] + by, moved[-1] - by
     return moved

@@ -24,10 +24,11 @@ from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.core.tree import Placed, Structure, broadcast_prefix, flatten, unflatten
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.mesh import make_mesh
+from shardmap_torch.run.trials.draws import random_like
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
-from shardmap_torch.validate.numbers import draw, refute, shifted, tolerance_of, total
+from shardmap_torch.validate.numbers import refute, shifted, tolerance_of, total
 from shardmap_torch.validate.report import Findings
 
 AXIS: Final = "ranks"
@@ -307,8 +308,8 @@ def _values(
     axis_type: AxisType, like: Tensor, num_ranks: int, generator: torch.Generator
 ) -> list[Tensor]:
     if axis_type in (V, Partial):
-        return [draw(like, generator) for _ in range(num_ranks)]
-    return [draw(like, generator)] * num_ranks
+        return [random_like(like, generator) for _ in range(num_ranks)]
+    return [random_like(like, generator)] * num_ranks
 
 
 def _trials(operation: Operation, types: Typing, findings: Findings) -> Iterator[_Trial]:

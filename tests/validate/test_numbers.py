@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from shardmap_torch import I, Partial, R, V
+from shardmap_torch.run.trials.draws import random_like
 from shardmap_torch.types import AxisType, K, Z
-from shardmap_torch.validate.numbers import draw, refute, shifted, tolerance_of, total
+from shardmap_torch.validate.numbers import refute, shifted, tolerance_of, total
 
 
 def column(*values: float) -> list[torch.Tensor]:
@@ -64,5 +65,5 @@ def test_tolerance_is_that_of_the_coarsest_dtype() -> None:
 
 
 def test_integers_stay_in_range() -> None:
-    drawn = draw(torch.tensor([2, 7]).expand(50, 2), torch.Generator().manual_seed(0))
+    drawn = random_like(torch.tensor([2, 7]).expand(50, 2), torch.Generator().manual_seed(0))
     assert set(drawn.flatten().tolist()) == {2, 3, 4, 5, 6, 7}

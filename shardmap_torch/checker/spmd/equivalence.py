@@ -46,9 +46,7 @@ from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Sums, part_of, reject_scaled
-from shardmap_torch.checker.spmd.values.maxima import Maxima
 from shardmap_torch.checker.spmd.values.positions import Positions
-from shardmap_torch.checker.spmd.values.vocabulary import VocabularyValues
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import grad_mode, running_backward
@@ -84,11 +82,7 @@ class Relation(Observer):
         self._inside: list[Observer] = []
         self._gradients = Gradients(self._notes)
         self._positions = Positions(self._notes, interpreter.mesh)
-        self._vocabulary = VocabularyValues(self._notes, self._positions)
-        self._maxima = Maxima(interpreter, self._notes, bool(without))
-        self._operations = Operations(
-            interpreter, self._notes, self._positions, self._vocabulary, self._maxima
-        )
+        self._operations = Operations(interpreter, self._notes, self._positions)
         self._inputs = iter(one.inputs)
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
@@ -121,8 +115,6 @@ class Relation(Observer):
                 self._notes.note(made, number, ShardedTensor.unsharded(tuple(made.shape)))
                 cause = self._operations.at("the numbers of a literal")
                 self._notes.set_sums(made, FINISHED.scaled(scale, NO_AXES, cause))
-                with disable_current_modes():
-                    self._vocabulary.note_literal(made, numbers)
 
     def on_axis_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """Notes that a rank's index means nothing on one device."""
@@ -140,13 +132,11 @@ class Relation(Observer):
             if live:
                 event = self._take(COLLECTIVE, {"x": x})
                 ((number, global_shape),) = event.results
-                if move == "gather" and self._operations.candidates.gather(collective, event, x, y):
-                    self._maxima.move(event, x)
-                    return
                 sums = self._notes.sums(x)
                 self._notes.reject_loose(x, sums.over(move))
                 if move in EXTREMA:
                     reject_scaled(sums)
+                    self._reject_flowing(x, sums)
                 scatters = move == "sum_scatter"
                 shard = self._notes.find(x, event.arguments["x"], "its operand", scatters)
                 if collective is not None:
@@ -158,7 +148,20 @@ class Relation(Observer):
                     sums = replace(_without(sums, frozenset(axes)), partial=partial)
                 self._notes.note(y, number, shard)
                 self._notes.set_sums(y, sums)
-                self._maxima.move(event, x)
+
+    def _reject_flowing(self, x: Tensor, sums: Sums) -> None:
+        """Refuses gradients of an extremum of each rank's part, which equal entries share.
+
+        They do so evenly on one device, and on ranks first by ranks. That makes no difference where
+        the gradient is 0, as in a softmax, which trials find.
+        """
+        if sums.flows:
+            raise UnrelatedError(
+                "a gradient flows through the maximum or minimum over a sharded dim, from "
+                f"{self._interpreter.storage_type(x).origin()}, and equal entries may share it in "
+                "other parts than on one device",
+                "detach what it is taken of, if it needs no gradient, as x.detach().amax().",
+            )
 
     def _of_copies(self, sums: Sums, x: Tensor, axes: Sequence[str]) -> Sums:
         """Returns the sums of a value that is pending over axes because ranks have copies of it."""
@@ -186,7 +189,6 @@ class Relation(Observer):
                 if any(dims_of(x)[1] for x in inputs):
                     raise UnrelatedError("its types say nothing about what a vmap batches")
                 refs = self._take(f"{REGION} {name}").arguments["inputs"]
-                self._maxima.reject(inputs, refs, flowing=True)
                 inside = self._follow_region(inputs, refs, specs, axes)
         self._inside.append(inside)
         return inside
@@ -224,7 +226,6 @@ class Relation(Observer):
         with self._judged(f"{RESULT} {path}", [(path, value)], placed=False):
             ref = self._take(f"{RESULT} {path}").arguments["value"]
             self._notes.require(value, ref, spec)
-            self._maxima.reject(value, ref, flowing=True)
 
     # --------------------------------------------------------------------------- gradients
 
@@ -240,11 +241,7 @@ class Relation(Observer):
         with self._judged(GRADIENT, []) as live:
             if live:
                 event = self._take(GRADIENT)
-                there = event.arguments
-                self._maxima.reject(outputs, there["outputs"])
                 self._gradients.note(event, outputs, seeds, operands, gradients, before)
-                for value, name in ((seeds, "seeds"), (operands, "operands"), (before, "before")):
-                    self._maxima.keep(event, value, there[name])
                 self._gradients.has_custom_backward &= bool(self.followed)
 
     def on_switch(self, switches: Sequence[bool]) -> None:
@@ -274,7 +271,6 @@ class Relation(Observer):
         with self._judged(f"{BACKWARD} {name}", _named("value", values)):
             event = self._take(f"{BACKWARD} {name}")
             refs, found = event.arguments["values"], iter(event.results)
-            self._maxima.reject(values, refs)
             for value, gradient, ref in zip(values, gradients, refs, strict=True):
                 if gradient is None:
                     continue
@@ -290,7 +286,6 @@ class Relation(Observer):
         """Requires the gradients it returns to have the layouts of their values."""
         with self._judged(f"{BACKWARD} {name}", _named("its gradient", gradients)):
             event = self._take(f"the end of {BACKWARD} {name}")
-            self._maxima.reject(values, event.arguments["values"])
             refs = zip(event.arguments["values"], event.arguments["gradients"], strict=True)
             for value, gradient, (ref, found) in zip(values, gradients, refs, strict=True):
                 if (gradient is None) != (found is None):

@@ -49,11 +49,8 @@ BLOCK: Final = ">"
 ADDENDS: Final = "+"
 """Axis of a digit that a rank has in a dim of its own: gathered addends of a sum."""
 
-CANDIDATES: Final = "?"
-"""Axis of a digit that a rank has in a dim of its own: gathered candidates for an extremum."""
-
-_MARKS: Final = frozenset({BLOCKS, BLOCK, ADDENDS, CANDIDATES})
-_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS, CANDIDATES})
+_MARKS: Final = frozenset({BLOCKS, BLOCK, ADDENDS})
+_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS})
 
 
 def is_stacked(dims: Iterable[Dim]) -> bool:
@@ -219,7 +216,7 @@ def _fitted(dims: tuple[Dim, ...], local: Shape, global_shape: Shape) -> Sharded
         if dim == ANY or step_of(dim) is not None:
             continue
         here = prod(base for axis, base in dim if axis in _LOCAL)
-        there = prod(base for axis, base in dim if axis not in (BLOCKS, ADDENDS, CANDIDATES))
+        there = prod(base for axis, base in dim if axis not in (BLOCKS, ADDENDS))
         if (here, there) != (mine, all_):
             raise UnrelatedError(
                 f"dim {number} of the result, {in_words(dim)}, has size {mine} on a rank and "

@@ -33,11 +33,7 @@ from shardmap_torch.checker.spmd.sums import (
     reject_scaled,
 )
 from shardmap_torch.checker.spmd.values.blocks import Blocks
-from shardmap_torch.checker.spmd.values.candidates import Candidates
-from shardmap_torch.checker.spmd.values.maxima import Maxima
 from shardmap_torch.checker.spmd.values.positions import Positions
-from shardmap_torch.checker.spmd.values.vocabulary import VocabularyValues
-from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.types import K, Partial, V, Z
 
@@ -53,14 +49,11 @@ class Operations:
         interpreter: Interpreter,
         notes: Notes,
         positions: Positions,
-        vocabulary: VocabularyValues,
-        maxima: Maxima,
     ) -> None:
         """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
         self._positions = positions
-        self._vocabulary, self._maxima = vocabulary, maxima
-        self._blocks, self.candidates = Blocks(notes), Candidates(notes, positions, maxima)
+        self._blocks = Blocks(notes)
         self._repeated = Repeated(interpreter, notes)
 
     def compare(self, call: PairedCall, in_backward: bool, key: Key | None) -> None:
@@ -75,8 +68,7 @@ class Operations:
             UnrelatedError: they are not.
         """
         event = call.event
-        if self._blocks.lay_out(call) or self.candidates.lay_out(call):
-            self._maxima.follow(call)
+        if self._blocks.lay_out(call):
             return
         if len(call.results) != len(event.results):
             raise UnrelatedError(
@@ -86,14 +78,10 @@ class Operations:
                 "torch.func.vmap does, or gather it first, with all_gather.",
             )
         positions = self._positions.lay_out(call)
-        part = self._vocabulary.lay_out(call)
-        positions = part if positions is None else positions
         # A run does not look at what backwards call.
         function = None if in_backward else self._interpreter.function
         key = None if positions else self._repeated.key(key, call, function)
-        if self._repeated.note(key, call):
-            self._maxima.follow(call)
-        else:
+        if not self._repeated.note(key, call):
             self._repeated.learn(key, call, self._compare_anew(call, function, positions))
 
     def _compare_anew(
@@ -128,10 +116,6 @@ class Operations:
             if key not in known:
                 known[key] = self._laid_out(call, result, shape, sharded, summed, extrema)
             self._finish(call, result, number, *known[key])
-            if any(axis_type in EXTREMA for _, axis_type in sharded.pending):
-                self._maxima.begin(call, index)
-                self.candidates.begin(call, step.arguments["self"])
-        self._maxima.follow(call)
         is_plain = factor == 1 and special is None
         return layouts if is_plain else None
 
@@ -287,7 +271,11 @@ class Operations:
                 f"all_reduce the first over {min(twice)!r} before.",
             )
         factor = scaled.scale, scaled.means, scaled.cause
-        return shard, Sums(partial, loose, sharded.pending | extrema, *factor)
+        flows = bool(sharded.pending) and any(map(self._flows, call.tensors))
+        return shard, Sums(partial, loose, sharded.pending | extrema, *factor, flows=flows)
+
+    def _flows(self, tensor: Tensor) -> bool:
+        return self._interpreter.flows(self._interpreter.base(tensor))
 
     def _finish(
         self, call: PairedCall, result: Tensor, number: int, shard: ShardedTensor, sums: Sums
@@ -309,9 +297,7 @@ class Operations:
 
     def _reject_gradients(self, arguments: Mapping[str, Any]) -> None:
         """Refuses gradients that are divided by what a rank alone counts."""
-        if arguments.get("scale_grad_by_freq") is True and self._interpreter.flows(
-            self._interpreter.base(arguments["weight"])
-        ):
+        if arguments.get("scale_grad_by_freq") is True and self._flows(arguments["weight"]):
             ids = self._notes.find_any(arguments["indices"])
             if ids is not None and ids.axes:
                 raise UnrelatedError(

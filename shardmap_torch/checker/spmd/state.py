@@ -71,15 +71,6 @@ class Notes:
             note.shards.clear()
         self.note(tensor, number, shard)
 
-    def numbers_of(self, tensor: Tensor) -> list[int]:
-        """Returns the numbers of the one-device tensors that a tensor is a shard of."""
-        known = self._known.get(self._interpreter.fakify(tensor))
-        return [] if known is None else [*known.shards]
-
-    def canonical(self, ref: Ref) -> int:
-        """Returns the number of a one-device tensor, or that of what it is a copy of."""
-        return self._alignment.canonical(ref)
-
     def place(self, tensor: Tensor, number: int, global_shape: Shape, spec: P) -> None:
         """Notes that a tensor is sharded by a spec."""
         self._require_leading(spec)
@@ -254,8 +245,7 @@ class Notes:
         """Sets the pending sums and the factor of a tensor's storage."""
         partial, loose = sums.partial & self._on, sums.loose & self._on
         zero = set(self._interpreter.storage_type(tensor).types) == {Z}
-        rest = sums.pending, sums.scale, sums.means, sums.cause
-        self.keep_sums(tensor, Sums(partial, loose, *rest, zero))
+        self.keep_sums(tensor, replace(sums, partial=partial, loose=loose, zero=zero))
 
     def keep_sums(self, tensor: Tensor, sums: Sums) -> None:
         """Sets them to those that a tensor of these types has had."""

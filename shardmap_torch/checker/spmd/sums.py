@@ -38,6 +38,7 @@ class Sums:
         means: axes over which a mean of each rank's part was taken, so that the factor is not 1.
         cause: the step that made the factor, for messages.
         zero: whether the value is known to be zeros.
+        flows: whether a gradient flows through an extremum that is pending.
     """
 
     partial: Axes = NO_AXES
@@ -47,6 +48,7 @@ class Sums:
     means: Axes = NO_AXES
     cause: str = ""
     zero: bool = False
+    flows: bool = False
 
     @property
     def is_finished(self) -> bool:

@@ -187,9 +187,7 @@ def _stacks(equation: Equation) -> bool:
     return not equation.backward and not collective.tiled
 
 
-def _compare(
-    call: Call, proven: Verdict, compared: Axes, axes: Axes, typed: Verdict
-) -> Comparison:
+def _compare(call: Call, proven: Verdict, compared: Axes, axes: Axes, typed: Verdict) -> Comparison:
     """Tries the program with ranks along `axes`, and those that are not compared, on its own.
 
     Raises:
@@ -267,9 +265,7 @@ def _like(leaf: Tensor, proven: Verdict) -> Like:
     return Like(leaf.shape, leaf.dtype, device, grad)
 
 
-def _program(
-    call: Call, likes: Likes, strictness: Strictness, sizes: Mapping[str, int]
-) -> Program:
+def _program(call: Call, likes: Likes, strictness: Strictness, sizes: Mapping[str, int]) -> Program:
     """Checks the call where axes have these sizes."""
     full = call.mesh
     shape = tuple([sizes.get(axis, 1) for axis in full.axis_names])

@@ -68,7 +68,7 @@ class Comparison:
     _seen: tuple[Seen, Seen] = field(default_factory=lambda: (Seen(), Seen()))
     _excused: Seen = field(default_factory=Seen)
     _steps: tuple[Steps, Steps] = ((), ())
-    _selects: bool = False
+    _leaves_open: bool = False
     _ties: bool = False
     _summarizes: bool = False
     _lost: set[str] = field(default_factory=set)
@@ -107,10 +107,8 @@ class Comparison:
             draw = replace(next(draws), style=style)
             if self._try(draw, partly=True):
                 dependence.look(draw, self._lost)
-        # Which of equal entries `topk` chooses is left open, and so is where gradients go.
-        for style in TIED if self._selects or self._ties else ():
-            draw = replace(next(draws), style=style)
-            self._try(draw, partly=True, gradients=not self._selects)
+        for style in TIED if self._ties and not self._leaves_open else ():
+            self._try(replace(next(draws), style=style), partly=True)
         for style in LEVELLED if self._summarizes else ():
             self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)
@@ -140,7 +138,7 @@ class Comparison:
         return not all(map(is_smooth, drawn))
 
     def _limits_of_ranks(self) -> Limits:
-        """Returns the numbers by which conditions change on the ranks, as at the edges of blocks."""
+        """Returns the numbers by which conditions change on the ranks, as at edges of blocks."""
         try:
             return self.ranks.run(Draw(0, blocks=self.ranks.blocks))[1].limits
         except Exception:  # the user's code; the first trial shows it
@@ -207,14 +205,13 @@ class Comparison:
         lines += [f"  zero in all of them: {name}" for name in sorted(self.zero)]
         return "\n".join(lines)
 
-    def _try(self, draw: Draw, partly: bool = False, gradients: bool = True) -> bool:
+    def _try(self, draw: Draw, partly: bool = False) -> bool:
         """Compares the programs for one choice of numbers; returns whether that says something.
 
         Args:
             draw: the numbers.
             partly: whether results may have entries that are not finite, as rows of an attention
                 of which all is hidden.
-            gradients: whether these are compared too.
         """
         try:
             expected, one = self.one.run(draw)
@@ -228,12 +225,10 @@ class Comparison:
             values, ranks = self.ranks.run(draw)
         except Exception as error:  # the user's code may raise anything
             raise RefutedError(f"on the ranks it fails: {_described(error)}") from error
-        if not gradients:
-            values, expected = _results(values), _results(expected)
         lost = self._require_equal(values, expected, draw)
         self.num_trials += 1
         self._steps = one.steps, ranks.steps
-        self._selects |= one.selects or ranks.selects
+        self._leaves_open |= one.leaves_open or ranks.leaves_open
         self._ties |= one.ties or ranks.ties
         self._summarizes |= one.summarizes or ranks.summarizes
         fixed = _fixed_results(expected, one)
@@ -366,10 +361,6 @@ def _is_larger(moved: Tensor | None, apart: Tensor | None) -> bool:
         return False
     at = apart.argmax()
     return bool(moved.flatten()[at] > _SHARE * apart.flatten()[at])
-
-
-def _results(values: Values) -> Values:
-    return {name: x for name, x in values.items() if not name.startswith(GRADIENT)}
 
 
 def _shown(style: Style) -> str:

@@ -32,7 +32,7 @@ class Style:
         shift: what is added to them; logits of gates are then near 0 or 1.
         signed: whether each argument has a sign of its own for the shift.
         pattern: how booleans and integers lie along a dim, by a name of `PATTERNS`.
-        tied: whether floating numbers are few, so that many are equal.
+        tied: whether floating numbers are few, so that many are equal, and slices of them too.
         rows: whether each row has a scale of its own, down to the smallest.
         jitter: by which part of itself each floating number is off.
         levels: how the floating numbers of one block lie, and those of the others, by names of
@@ -98,16 +98,19 @@ LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
     "one high": (0.3, -2.0, 2.0),
     "one low": (0.3, 2.0, -2.0),
 }
-"""For the numbers of a block: their deviation, the mean of all but one in a row, and of that one."""
+"""For a block: the deviation of its numbers, the mean of all but one in a row, and that one's."""
 
 LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in LEVELS for usual in LEVELS)
-"""Styles in which one block differs from the others in each way, as conditions on many entries do."""
+"""Styles in which one block is another than the rest, which conditions on many entries tell."""
 
 TIED: Final = (Style(tied=True), Style(tied=True, scale=0.5))
 """Styles in which what is largest is so several times."""
 
 _MANY: Final = 1 << 20
 """The range of integers that index nothing."""
+
+_SLICES: Final = 3
+"""The number of different slices along a dim of equal numbers."""
 
 _FEW: Final = 4
 """The range of half of all integers."""
@@ -186,6 +189,7 @@ class Draw:
         drawn = style.scale * torch.randn(like.shape, dtype=dtype, generator=generator)
         if style.tied:
             drawn = (2 * drawn).real.round() / 2 if dtype.is_complex else (2 * drawn).round() / 2
+            drawn = _repeated(drawn, generator)
         if style.rows and drawn.ndim:
             sizes = torch.empty(drawn.shape[:-1]).uniform_(-18.0, 1.0, generator=generator)
             drawn = drawn * (10.0 ** sizes.double()).unsqueeze(-1)
@@ -308,6 +312,13 @@ class _Along:
         size = self.shape[self.dim]
         block = (self._places() * self.count // max(size, 1)).expand(self.shape)
         return self._below(length).gather(self.dim, block)
+
+
+def _repeated(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Makes a tensor of few of its slices, so that what is computed of them is often equal too."""
+    for dim, size in enumerate(x.shape):
+        x = x.index_select(dim, torch.randint(min(size, _SLICES), (size,), generator=generator))
+    return x
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

@@ -425,14 +425,26 @@ def _of_extrema(arguments: Mapping[str, Any], out: Any, masks: Set[float]) -> Se
     x, other = arguments["self"], arguments.get("other")
     if other is not None:
         return [_open(x, other, torch.gt, masks)]
-    extreme = out[0] if isinstance(out, tuple) else out
-    dims = arguments.get("dim")
-    if dims is not None and dims != [] and not arguments.get("keepdim"):
-        for dim in sorted([d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]):
-            extreme = extreme.unsqueeze(dim)
+    extreme = _kept(arguments, out[0] if isinstance(out, tuple) else out)
     condition, finite = _open(x, extreme, torch.eq, masks)
     alone = extreme.numel() == x.numel()  # maxima of one entry
     return [(condition, finite & (not alone))]
+
+
+def tied(arguments: Mapping[str, Any], out: Any) -> Condition:
+    """Returns where an extremum is that of several entries, which share its gradient."""
+    extreme = out[0] if isinstance(out, tuple) else out
+    shared = extreme.numel() < (arguments["self"] == _kept(arguments, extreme)).sum()
+    return shared, torch.ones_like(shared) & (extreme.numel() < arguments["self"].numel())
+
+
+def _kept(arguments: Mapping[str, Any], extreme: Tensor) -> Tensor:
+    """Returns extrema with the dims that have been reduced."""
+    x, dims = arguments["self"], arguments.get("dim")
+    if dims is not None and dims != [] and not arguments.get("keepdim"):
+        for dim in sorted([d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]):
+            extreme = extreme.unsqueeze(dim)
+    return extreme
 
 
 def _is_boolean(arguments: Mapping[str, Any]) -> bool:

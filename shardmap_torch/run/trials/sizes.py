@@ -57,7 +57,7 @@ class Scale:
 
 
 def scales(mesh: Mesh, axes: frozenset[str]) -> Iterator[Scale]:
-    """Yields the sizes at which a program with ranks along some axes may be tried, largest first."""
+    """Yields sizes at which a program with ranks along these axes may be tried, largest first."""
     sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
     for few in (max(sizes.values()), _FEW, _FEW - 1, 2):
         found = {axis: min(size, few) if axis in axes else size for axis, size in sizes.items()}

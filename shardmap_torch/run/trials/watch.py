@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.rank import current_rank
 from shardmap_torch.checker.rules.infer import name_arguments, signature_of, tensors_of
+from shardmap_torch.checker.spmd.ops.losses import READING_TARGETS
 from shardmap_torch.core.autograd_state import NONE, running_backward
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site, is_called_by
@@ -69,7 +70,8 @@ class Seen:
             if any(rank >= 0 for rank, _ in met) and not wanted <= met:
                 rank, value = min(wanted - met)
                 where = "all ranks" if rank < 0 else f"rank {rank} and not on all"
-                return f"{name} is never {str(value).lower()} on {where} for random inputs, at {site}"
+                shown = str(value).lower()
+                return f"{name} is never {shown} on {where} for random inputs, at {site}"
         return None
 
     def missing(self, excused: "Seen") -> str | None:
@@ -148,13 +150,23 @@ def _address(x: Tensor) -> int:
     return address
 
 
-class _OneHot(TorchFunctionMode):
-    """Looks classes up in a table: torch reads the largest one, a number that trials cannot see."""
+class _Functions(TorchFunctionMode):
+    """Looks classes up in a table: torch reads the largest one, a number that trials cannot see.
+
+    Attributes:
+        reads_targets: whether a loss goes on at whose targets each run looks.
+    """
+
+    reads_targets = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.one_hot:
             return self._look_up(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        before, self.reads_targets = self.reads_targets, func in READING_TARGETS
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.reads_targets = before
 
     def _look_up(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         if num_classes < 0:
@@ -164,6 +176,8 @@ class _OneHot(TorchFunctionMode):
 
 class _Body:
     """Runs a body, and its backward, on each rank under a mode."""
+
+    functions: _Functions
 
     def mode(self, rank: int | None = None) -> TorchDispatchMode:
         """Returns the mode of one rank, by default of that whose turn it is."""
@@ -181,7 +195,8 @@ class _Body:
         @wraps(function)
         def under(*args: Any, **kwargs: Any) -> Any:
             self.enter(flatten((args, kwargs))[0])
-            with _OneHot(), self.mode():
+            self.functions = _Functions()
+            with self.functions, self.mode():
                 out = function(*args, **kwargs)
             self.leave(flatten(out)[0])
             return out
@@ -232,7 +247,7 @@ class Watched(_Body):
             is looked at in each call.
         masks: large numbers that it writes where something is hidden.
         parts: into how many parts ranks divide a dim, on one device.
-        selects: whether it chooses among entries, which may be equal.
+        leaves_open: whether torch leaves open which of equal entries it takes.
         ties: whether equal entries may matter in it.
         summarizes: whether it makes one boolean or integer of many entries.
         fixed: for each tensor among the results whether it depends on no input.
@@ -249,7 +264,7 @@ class Watched(_Body):
     ignored: dict[int, frozenset[int]] = field(default_factory=dict)
     masks: set[float] = field(default_factory=set)
     parts: int = 1
-    selects: bool = False
+    leaves_open: bool = False
     ties: bool = False
     summarizes: bool = False
     _summaries: dict[Condition, dict[int, Tensor]] = field(default_factory=dict)
@@ -409,7 +424,9 @@ class _Watch(_Wide):
         if name == "_to_copy":
             _require_kept(free[0], out)
         if name in operators.SELECTED:
-            self._watched.selects = self._watched.summarizes = True
+            self._watched.summarizes = True
+            self._watched.ties |= name in ("argmax", "argmin")
+            self._watched.leaves_open |= name not in ("argmax", "argmin")
             chosen = operators.chosen(name, arguments, out, self._watched.parts)
             self._meet(name, chosen, False)
             return
@@ -428,12 +445,20 @@ class _Watch(_Wide):
         if conditions is None:
             raise _refusal(name, "may have pieces that random inputs do not reach")
         self._meet(name, conditions)
-        self._watched.ties |= operators.has_ties(name, arguments)
+        self._note_ways(name, arguments, free, out)
+
+    def _note_ways(
+        self, name: str, arguments: Mapping[str, Any], free: Sequence[Tensor], out: Any
+    ) -> None:
+        """Notes whether entries were equal, and what a rank makes of many entries."""
+        if operators.has_ties(name, arguments):
+            self._watched.ties = True
+            if name in operators.EXTREMA:
+                self._meet(f"equal entries in {name}", [operators.tied(arguments, out)], False)
         summary = operators.summary(name, arguments, out)
         is_place = self._origins.entries_of(free) or any(map(self._origins.bounds_of, free))
         if summary is not None and not is_place:
-            site = call_site()
-            met = site, name, -1, self._count[site, name]
+            met = call_site(), name, -1, self._count[call_site(), name]
             self._watched.summarize(met, self._rank, summary)
 
     def _note_limits(self, name: str, arguments: Mapping[str, Any]) -> None:
@@ -451,8 +476,11 @@ class _Watch(_Wide):
             is_random = index.dtype == torch.bool and not self._origins.is_fixed(index)
             if is_random and not operators.is_masked_fill(name, arguments):
                 raise _refusal(name, "selects entries by a mask that depends on inputs")
+            ignored = operators.ignored_by(name, arguments)
+            if ignored and not self._watched.functions.reads_targets:
+                raise _refusal(name, "averages over targets, and no run looks at those to ignore")
             for at, added in self._origins.entries_of([index]):
-                self._watched.ignored[at] = operators.ignored_by(name, arguments)
+                self._watched.ignored[at] = ignored
                 lengths[at] = min(max(1, length - added), lengths.get(at, length))
 
     def _meet(

@@ -535,4 +535,4 @@ def test_a_detach_that_only_ranks_or_only_one_device_come_to_is_refused(ranks: b
     specs = (P(None, "tp"), P())
     f = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check="global")
     with pytest.raises(ShardTypeError, match="detach"):
-        f(torch.ones(4, 8), torch.ones(3, 4))
+        f(torch.ones(4, 8, requires_grad=True), torch.ones(3, 4))

@@ -105,12 +105,6 @@ def of_a_sum_that_is_pending(w: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-def of_code_of_ones_own(w: Tensor, x: Tensor) -> Tensor:
-    used, pull = vjp(Copied.apply, w)
-    total: Tensor = all_reduce(pull(pending(used, x))[0], "dp", dst=I)
-    return total
-
-
 def of_code_that_is_not_linear(w: Tensor, x: Tensor) -> Tensor:
     used, pull = vjp(Curved.apply, w)
     total: Tensor = all_reduce(pull(pending(used, x))[0], "dp", dst=I)
@@ -128,7 +122,6 @@ def unsummed(w: Tensor, x: Tensor) -> Tensor:
     [
         (of_a_sum_that_is_done, "the I operand's gradient would differ between ranks"),
         (of_a_sum_that_is_pending, "its addends are not yet summed"),
-        (of_code_of_ones_own, "the cotangent is not sharded like its value"),
         (of_code_that_is_not_linear, "the operation is not linear"),
         (unsummed, "the operation is not linear"),
     ],

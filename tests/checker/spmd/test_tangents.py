@@ -197,7 +197,7 @@ WRONG: Final[dict[str, tuple[Body, str]]] = {
         lambda w, v, x: total(pushed(grad(lambda w: w.sum() * x.sum()), w, v * axis_index("a"))),
         "every rank has a value of its own|nothing is known|equal on all ranks",
     ),
-    "of half of the rows of each rank": (first_half, "nothing is known|which have other rows"),
+    "of half of the rows of each rank": (first_half, "is not what it is on one device"),
     "through a backward of one's own": (
         lambda w, v, x: total(pushed(grad(lambda w: loss(Clipped.apply(w), x)), w, v)),
         "nothing is known|is not what it is on one device",

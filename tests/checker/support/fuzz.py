@@ -28,8 +28,9 @@ from shardmap_torch.checker.rules.infer import (
 )
 from shardmap_torch.checker.rules.lattice import BITS, BRANCH, INTEGER, Conflict, add
 from shardmap_torch.core.functorch import is_smooth
+from shardmap_torch.run.trials.draws import random_like
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
-from shardmap_torch.validate.numbers import draw, refute, shifted, total
+from shardmap_torch.validate.numbers import refute, shifted, total
 
 NUM_RANKS: Final = 2
 SEED_OF: Final = {I: (I,), R: (V, Partial), V: (V,), Partial: (R,), Z: (K,), K: (I, V, Partial)}
@@ -223,12 +224,15 @@ class Values:
 
     def _noise(self, like: Tensor) -> Tensor:
         if not is_smooth(like):
-            return draw(like, self.generator)
+            return random_like(like, self.generator)
         return torch.randn(like.shape, dtype=like.dtype, generator=self.generator)
 
     def _spread(self, base: Tensor, axis_type: AxisType) -> list[Tensor]:
         if axis_type in (V, Partial) and not is_smooth(base):
-            return [draw(base, self.generator) if base.numel() else base for _ in range(NUM_RANKS)]
+            return [
+                random_like(base, self.generator) if base.numel() else base
+                for _ in range(NUM_RANKS)
+            ]
         if axis_type == Partial:
             return [base * self._noise(base) for _ in range(NUM_RANKS)]
         if axis_type == V:  # near the sample, which may have to be positive definite, say

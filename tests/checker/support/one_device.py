@@ -39,10 +39,14 @@ def assert_is_one_device(
 def assert_is_refused(
     body: Callable[..., Any], args: Sequence[Tensor], in_specs: Any, out_specs: P, text: str
 ) -> None:
-    """Requires that global strictness refuses the body, for a reason that `text` matches."""
+    """Requires that global strictness refuses the body, for a reason that `text` matches.
+
+    With gradients, if the floating arguments are leaves of none.
+    """
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in args]
     mapped = shard_map(body, mesh=RANKS, in_specs=in_specs, out_specs=out_specs, check="global")
     with pytest.raises(ShardTypeError, match=text):
-        check_program(mapped, *args)
+        check_program(mapped, *leaves)
 
 
 def outcome_on(

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.validate.numbers import draw
+from shardmap_torch.run.trials.draws import random_like
 
 
 def _in_another_order(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -22,7 +22,7 @@ def _probabilities(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _singular_at_times(like: Tensor, generator: torch.Generator) -> Tensor:
-    return draw(like, generator) * (torch.rand((), generator=generator) > 0.25)
+    return random_like(like, generator) * (torch.rand((), generator=generator) > 0.25)
 
 
 SPECIAL: Final[Mapping[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
@@ -39,4 +39,4 @@ SPECIAL: Final[Mapping[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
 
 def drawn(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
     """Another value of an argument."""
-    return SPECIAL.get(name, draw)(like, generator)
+    return SPECIAL.get(name, random_like)(like, generator)

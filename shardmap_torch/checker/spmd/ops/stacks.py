@@ -12,7 +12,6 @@ from shardmap_torch.checker.spmd.layout import (
     ANY,
     BLOCK,
     BLOCKS,
-    CANDIDATES,
     Dim,
     ShardedTensor,
     Sizes,
@@ -114,7 +113,7 @@ def add(step: Step) -> list[Sharded]:
     equal = [dim for dim in over if x.dims[dim] == ANY]
     copies = prod(_missing(x.local[dim], x.global_shape[dim], step.sizes) for dim in equal)
     inside = [axis for dim in over if dim not in equal for axis, _ in x.dims[dim]]
-    if (BLOCK in inside) != (BLOCKS in inside) or CANDIDATES in inside:
+    if (BLOCK in inside) != (BLOCKS in inside):
         raise UnrelatedError(_ALONE, STACKED)
     kept: list[Dim | None] = [*x.dims]
     for dim in over:

@@ -1,1 +1,1 @@
-"""Values of which more is known than their layout: positions, ids of a range, maxima."""
+"""Values of which more is known than their layout: positions, and blocks of a dim."""

@@ -248,23 +248,6 @@ class Pair:
     here: Affine
     there: Affine
 
-    def scalar(self, by: int = 0) -> "Pair":
-        """Returns a single number, and `by` more."""
-        both = (self.here, self.there)
-        return Pair(*(Affine.single(each.base + by, each.axes) for each in both))
-
-    def plus(self, other: "Pair") -> "Pair":
-        """Adds single numbers."""
-        return Pair(self.here.plus(other.here, ()), self.there.plus(other.there, ())).scalar()
-
-    def minus(self, other: "Pair") -> tuple[int, int] | None:
-        """Returns the difference of single numbers in both programs; None if ranks differ in it."""
-        both = ((self.here, other.here), (self.there, other.there))
-        if any(dict(x.axes) != dict(y.axes) for x, y in both):
-            return None
-        here, there = (x.base - y.base for x, y in both)
-        return here, there
-
 
 class Positions:
     """Keeps the numbers of each tensor that is affine in indices and positions."""
@@ -328,11 +311,7 @@ class Positions:
 
     def pair_of(self, tensor: Tensor) -> Pair | None:
         """Returns the numbers of a tensor; None where they are not known."""
-        return None if self.is_written(tensor) else self._pairs.get(tensor)
-
-    def is_written(self, tensor: Tensor) -> bool:
-        """Returns whether something has been written into the memory of a tensor."""
-        return memory_of(tensor) in self._written
+        return None if memory_of(tensor) in self._written else self._pairs.get(tensor)
 
     def _laid_out(self, pair: Pair, result: Tensor) -> list[Sharded] | None:
         dims = resolved(pair, self._notes.sizes)

@@ -96,15 +96,10 @@ WRONG: Final[dict[str, tuple[Callable[..., Any], str]]] = {
     ),
     "a softmax over rows": (lambda x: x * ones(x.shape[0], 8).softmax(0), "that of one rank"),
     "rows that are counted": (lambda x: x + ones(x.shape[0], 8).cumsum(0), "counts the entries"),
-    "rows that differ": (
-        lambda x: x * ones(x.shape[0], x.shape[0]).tril()[:, :1],
-        "that of one rank",
-    ),
     "rows in another order": (
         lambda x: x + torch.arange(8)[None].expand(x.shape[0], -1).T[: x.shape[0]],
         "is not",
     ),
-    "copies of rows": (lambda x: x + x.repeat(x.shape[0], 1)[: x.shape[0]], "is not"),
     "a row of the rank": (lambda x: x + axis_index("a") * ones(x.shape[0], 6) @ WEIGHT, "is not"),
     "drawn rows": (lambda x: x + functional.dropout(ones(x.shape[0], 6)) @ WEIGHT, "."),
 }

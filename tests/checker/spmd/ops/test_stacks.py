@@ -153,7 +153,7 @@ def written(x: Tensor) -> Tensor:
     return columns(made.sum(0, keepdim=True) + x.sum(0) * 0)
 
 
-OWN: Final = "of its own|it reduces a part|lie along a dim"
+OWN: Final = "of its own|it reduces a part|lie along a dim|never be summed"
 WRONG: Final[list[tuple[Body, str]]] = [
     *((body, OWN) for body in (one_rank_s, squared, blocks_added, within_blocks)),
     *((body, OWN) for body in (in_another_order, merged_with_columns, largest, returned)),

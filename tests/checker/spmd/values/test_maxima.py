@@ -157,7 +157,7 @@ def inside_half(x: Tensor) -> Tensor:
 
 
 WRONG: Final = (
-    *(half_detached, new_leaf, reduced_leaf, of_other_rows, with_epsilon, hooked, written),
+    *(half_detached, new_leaf, reduced_leaf, of_other_rows, with_epsilon, written),
     *(of_two_maxima, returned, without_grad_mode, gradient_of_one, inside_half),
 )
 

@@ -259,7 +259,7 @@ def test_ids_of_a_part_are_compared_with_its_positions(body: Body, rows: P) -> N
     ],
 )
 def test_ids_that_are_compared_with_other_positions_are_refused(body: Body) -> None:
-    text = "is not what it is on one device"
+    text = "is not what it is on one device|never be summed"
     assert_is_refused(body, (TARGETS, W), (P(), TABLE), P(), text)
 
 
@@ -272,7 +272,7 @@ WRONG: Final = (
 
 @pytest.mark.parametrize("body", WRONG, ids=lambda body: str(body.__name__))
 def test_a_lookup_with_another_mask_or_other_ids_is_refused(body: Body) -> None:
-    assert_is_refused(body, (W, IDS), (TABLE, P()), P(), "every rank has a value of its own")
+    assert_is_refused(body, (W, IDS), (TABLE, P()), P(), "has a value of its own|never be summed")
 
 
 def test_random_lookups_that_are_accepted_equal_one_device() -> None:
