@@ -41,6 +41,9 @@ _ROUNDING: Final = 1e-14
 _SHARE: Final = 1e-2
 """The part of a difference that such rounding must not make."""
 
+_TIES: Final = 2
+"""Minimal number of trials with equal entries, where these may matter."""
+
 _PROBES: Final = 16
 """Maximal number of limits of an integer argument that are looked at."""
 
@@ -107,8 +110,9 @@ class Comparison:
             draw = replace(next(draws), style=style)
             if self._try(draw, partly=True):
                 dependence.look(draw, self._lost)
-        for style in TIED if self._ties and not self._leaves_open else ():
-            self._try(replace(next(draws), style=style), partly=True)
+        for number, style in enumerate(TIED if self._ties and not self._leaves_open else ()):
+            if number < _TIES or self._seen[0].lacks_ties:
+                self._try(replace(next(draws), style=style), partly=True)
         for style in LEVELLED if self._summarizes else ():
             self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)

@@ -103,7 +103,7 @@ LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
 LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in LEVELS for usual in LEVELS)
 """Styles in which one block is another than the rest, which conditions on many entries tell."""
 
-TIED: Final = (Style(tied=True), Style(tied=True, scale=0.5))
+TIED: Final = (Style(tied=True), Style(tied=True, scale=0.5)) * 12
 """Styles in which what is largest is so several times."""
 
 _MANY: Final = 1 << 20

@@ -431,11 +431,21 @@ def _of_extrema(arguments: Mapping[str, Any], out: Any, masks: Set[float]) -> Se
     return [(condition, finite & (not alone))]
 
 
-def tied(arguments: Mapping[str, Any], out: Any) -> Condition:
-    """Returns where an extremum is that of several entries, which share its gradient."""
-    extreme = out[0] if isinstance(out, tuple) else out
-    shared = extreme.numel() < (arguments["self"] == _kept(arguments, extreme)).sum()
-    return shared, torch.ones_like(shared) & (extreme.numel() < arguments["self"].numel())
+def tied(arguments: Mapping[str, Any], out: Any, parts: int) -> Sequence[Condition]:
+    """Returns for each dim where several of its parts have the extremum, one of them more often.
+
+    Then entries share its gradient in other parts if those of each part share it first.
+    """
+    x = arguments["self"]
+    is_largest = x == _kept(arguments, out[0] if isinstance(out, tuple) else out)
+    dims = arguments.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
+    found = []
+    for dim in [dim for dim in dims if x.shape[dim] > parts > 1]:
+        counts = torch.stack([part.sum(dim) for part in is_largest.tensor_split(parts, dim)])
+        most, least = counts.amax(0), torch.where(counts > 0, counts, counts.amax(0)).amin(0)
+        found.append((most > least, torch.ones_like(most, dtype=torch.bool)))
+    return found
 
 
 def _kept(arguments: Mapping[str, Any], extreme: Tensor) -> Tensor:

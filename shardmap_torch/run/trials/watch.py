@@ -74,6 +74,11 @@ class Seen:
                 return f"{name} is never {shown} on {where} for random inputs, at {site}"
         return None
 
+    @property
+    def lacks_ties(self) -> bool:
+        """Whether entries that may be an extremum together have not been."""
+        return any(name.startswith(_TIES) for _, name, _, _ in self.false - self.true)
+
     def missing(self, excused: "Seen") -> str | None:
         """Describes a condition that was the same everywhere; None if there is none.
 
@@ -153,20 +158,21 @@ def _address(x: Tensor) -> int:
 class _Functions(TorchFunctionMode):
     """Looks classes up in a table: torch reads the largest one, a number that trials cannot see.
 
-    Attributes:
-        reads_targets: whether a loss goes on at whose targets each run looks.
+    Notes in the body whether a loss goes on at whose targets each run looks.
     """
 
-    reads_targets = False
+    def __init__(self, body: "_Body") -> None:
+        super().__init__()
+        self._body = body
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.one_hot:
             return self._look_up(*args, **(kwargs or {}))
-        before, self.reads_targets = self.reads_targets, func in READING_TARGETS
+        self._body.reads_targets = func in READING_TARGETS
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.reads_targets = before
+            self._body.reads_targets = False
 
     def _look_up(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         if num_classes < 0:
@@ -175,9 +181,13 @@ class _Functions(TorchFunctionMode):
 
 
 class _Body:
-    """Runs a body, and its backward, on each rank under a mode."""
+    """Runs a body, and its backward, on each rank under a mode.
 
-    functions: _Functions
+    Attributes:
+        reads_targets: whether a loss goes on at whose targets each run looks.
+    """
+
+    reads_targets = False
 
     def mode(self, rank: int | None = None) -> TorchDispatchMode:
         """Returns the mode of one rank, by default of that whose turn it is."""
@@ -195,8 +205,7 @@ class _Body:
         @wraps(function)
         def under(*args: Any, **kwargs: Any) -> Any:
             self.enter(flatten((args, kwargs))[0])
-            self.functions = _Functions()
-            with self.functions, self.mode():
+            with _Functions(self), self.mode():
                 out = function(*args, **kwargs)
             self.leave(flatten(out)[0])
             return out
@@ -454,7 +463,8 @@ class _Watch(_Wide):
         if operators.has_ties(name, arguments):
             self._watched.ties = True
             if name in operators.EXTREMA:
-                self._meet(f"equal entries in {name}", [operators.tied(arguments, out)], False)
+                ties = operators.tied(arguments, out, self._watched.parts)
+                self._meet(f"{_TIES} {name}", ties, False)
         summary = operators.summary(name, arguments, out)
         is_place = self._origins.entries_of(free) or any(map(self._origins.bounds_of, free))
         if summary is not None and not is_place:
@@ -477,7 +487,7 @@ class _Watch(_Wide):
             if is_random and not operators.is_masked_fill(name, arguments):
                 raise _refusal(name, "selects entries by a mask that depends on inputs")
             ignored = operators.ignored_by(name, arguments)
-            if ignored and not self._watched.functions.reads_targets:
+            if ignored and not self._watched.reads_targets:
                 raise _refusal(name, "averages over targets, and no run looks at those to ignore")
             for at, added in self._origins.entries_of([index]):
                 self._watched.ignored[at] = ignored
@@ -498,6 +508,8 @@ class _Watch(_Wide):
             if bool((~condition & is_open).any()) or (is_true and not both):
                 seen.false.add(met)
 
+
+_TIES: Final = "equal entries in"
 
 _DERIVATIVES: Final = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
 

@@ -18,6 +18,7 @@ from shardmap_torch import (
     ShapeDtype,
     ShardTypeError,
     all_reduce,
+    axis_index,
     axis_size,
     check_program,
     convert,
@@ -441,7 +442,7 @@ def test_a_report_names_trials_and_the_lines_that_made_them_necessary() -> None:
 
 @pytest.mark.parametrize(
     ("count", "rows", "ranks", "smaller"),
-    [(4, 8, 4, None), (8192, 3 * 8192, 4, "(12, 4)"), (4, 1 << 26, 4, "(1048576, 4)")],
+    [(4, 8, 4, None), (8192, 3 * 8192, 4, "(12, 4)"), (4, 1 << 26, 4, "(4194304, 4)")],
 )
 def test_a_large_program_is_tried_at_smaller_sizes(
     count: int, rows: int, ranks: int, smaller: str | None
@@ -455,6 +456,24 @@ def test_a_large_program_is_tried_at_smaller_sizes(
     assert f"{ranks} ranks" in tried
     assert ("at smaller sizes" in tried) == (smaller is not None)
     assert smaller is None or smaller in tried
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_lookup_in_a_vocabulary_of_thousands_of_ranks_is_tried_at_few(last: int) -> None:
+    def embed(w: Tensor, ids: Tensor) -> Tensor:
+        start = axis_index("tp") * w.shape[0]
+        mask = (ids >= start) & (ids < start + w.shape[0] - last)
+        rows = w[torch.where(mask, ids - start, 0)]
+        return all_reduce(rows * mask[..., None], "tp", dst=I)
+
+    mesh = make_mesh((8192,), ("tp",), kind="abstract")
+    f = shard_map(embed, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check="global")
+    arguments = ShapeDtype((8192 * 16, 64), requires_grad=True), ShapeDtype((2, 4), torch.int64)
+    if last:  # the edge of each rank's part, of which most are drawn nowhere else
+        with pytest.raises(ShardTypeError, match="every rank has a value of its own"):
+            check_program(f, *arguments)
+    else:
+        assert "in 14 trials 4 ranks" in check_program(f, *arguments).tried
 
 
 def test_a_large_program_that_does_something_else_at_smaller_sizes_is_refused() -> None:
