@@ -68,8 +68,10 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     """
     compared = _compared(call.mesh, strictness)
     typed = _well_typed(call)
-    axes, proven, others = _split(call, compared) if typed is not None else (compared, None, {})
-    if typed is None or proven is None:
+    if typed is None:
+        return None
+    axes, proven, others = _split(call, compared, typed.traits.asks)
+    if proven is None:
         return None
     over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
     sending = _sending(typed, compared)
@@ -101,15 +103,20 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     )
 
 
-def _split(call: Call, compared: Axes) -> tuple[Axes, Verdict | None, Mapping[str, Exception]]:
-    """Returns the axes over which layouts prove nothing, a proof over the others, and errors."""
+def _split(
+    call: Call, compared: Axes, asks: Axes
+) -> tuple[Axes, Verdict | None, Mapping[str, Exception]]:
+    """Returns the axes over which layouts prove nothing, a proof over the others, and errors.
+
+    Along axes in `asks` the body asks for its rank, of which layouts know nothing.
+    """
     errors: dict[str, Exception] = {}
     for axis in sorted(compared) if len(compared) > 1 else ():
         try:
             attempt(call, NONE, frozenset({axis}))
         except Exception as error:  # of the user's code too, on one device
             errors[axis] = error
-    axes = frozenset(errors) or compared
+    axes = (frozenset(errors) | asks) & compared or compared
     proven = _proven(call, compared - axes)
     if proven is None and axes != compared:  # the axes depend on one another
         axes, proven = compared, _proven(call, Axes())
