@@ -76,7 +76,7 @@ class Seen:
 
     @property
     def lacks_ties(self) -> bool:
-        """Whether entries that may be an extremum together have not been."""
+        """True if entries that may be an extremum together have not been."""
         return any(name.startswith(_TIES) for _, name, _, _ in self.false - self.true)
 
     def missing(self, excused: "Seen") -> str | None:
