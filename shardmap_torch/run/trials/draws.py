@@ -84,7 +84,7 @@ SHIFTED: Final = (
 
 FARTHER: Final = (
     *(Style(scale=scale) for scale in (1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1e3)),
-    Style(rows=True),
+    *[Style(rows=True)] * 3,
     *(Style(scale=scale) for scale in (1e-2, 1e-3, 1e-4, 1e-5, 1e-7)),
     *(Style(scale=1e-5, shift=1.0, signed=signed) for signed in (False, True, True)),
 )

@@ -40,6 +40,7 @@ from shardmap_torch.checker.interpreter.modes import current_interpreter
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.layout import Dim, UnrelatedError
 from tests.checker.support.differentiable import differentiable
+from tests.checker.support.layouts import layouts_alone
 
 NAMES: Final = ("a", "b")
 SIZE: Final = 12
@@ -265,7 +266,7 @@ class Program:
         leaves = [x.clone().requires_grad_() for x in inputs]
         mesh = self.mesh("abstract")
         try:
-            with differentiable():
+            with differentiable(), layouts_alone():
                 self._mapped(probe, mesh, P())(*inputs)
                 self._mapped(self._body(told), mesh, _specs(told))(*leaves)
         except (ShardMapError, UnrelatedError, RuntimeError, IndexError, ValueError):
