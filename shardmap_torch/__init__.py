@@ -7,6 +7,7 @@ from shardmap_torch import ops
 from shardmap_torch.autodiff.gradients import grad, value_and_grad, vjp
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
 from shardmap_torch.checker.assertions import assert_type, typeof
+from shardmap_torch.checker.explanation import Explanation
 from shardmap_torch.checker.guards.state import assume_constant
 from shardmap_torch.checker.ir.decompositions import register_decomposition
 from shardmap_torch.checker.region import local_region
@@ -69,7 +70,7 @@ if TYPE_CHECKING:
     )
     from shardmap_torch.spec_patterns import match_specs
     from shardmap_torch.validate import Validation, validate_rule
-    from shardmap_torch.visualize import visualize_sharding
+    from shardmap_torch.visualize import Sharding, visualize_sharding
 else:
     # Imported when first asked for, so that `import shardmap_torch` takes a fraction of a second:
     # modules by their name, functions and classes by the module that has them.
@@ -109,6 +110,7 @@ else:
         "match_specs": "spec_patterns",
         "Validation": "validate",
         "validate_rule": "validate",
+        "Sharding": "visualize",
         "visualize_sharding": "visualize",
     }
 
@@ -131,6 +133,7 @@ __all__ = [
     "ColwiseParallel",
     "CommunicationError",
     "Divergence",
+    "Explanation",
     "Function",
     "I",
     "KernelError",
@@ -155,6 +158,7 @@ __all__ = [
     "ShapeDtype",
     "ShardMapError",
     "ShardTypeError",
+    "Sharding",
     "SpecError",
     "TransformError",
     "UnsupportedTorchError",
