@@ -43,6 +43,9 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
     closures of Python functions and of functions that these close over. Tensors in modules and
     other objects, or in globals, cannot get a gradient.
 
+    In code that torch.compile compiles, what is saved is the compiler's choice: its own budget,
+    `torch._functorch.config.activation_memory_budget`, says how much.
+
     Shape and types: those of `function`. Backward: that of `function`, after running it again;
     memory between the two: the arguments.
 
@@ -75,18 +78,29 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
     while isinstance(function, partial):
         args, kwargs = (*function.args, *args), function.keywords | kwargs
         function = function.func
+    if torch.compiler.is_dynamo_compiling():
+        # The compiler decides what to save of its whole graph, and would merge what is computed
+        # twice in it.
+        _forked(function)
+        return function(*args, **kwargs)
     closures = Closures(function)
     leaves, structure = flatten((closures.values(), args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(can_receive_gradient(x) for x in tensors):
         return function(*args, **kwargs)
-    scope = current_scope()
-    if scope is not None:
-        scope = scope.fork(("checkpoint", getattr(function, "__name__", type(function).__name__)))
+    scope = _forked(function)
     region = _Region(closures, leaves, structure, scope)
     outputs: tuple[Tensor, ...] = _apply(region, region.run, *markers_of(scope), *tensors)
     result: Y = region.rebuild(outputs)
     return result
+
+
+def _forked(function: Callable[..., Any]) -> Scope | None:
+    """Reports that a function may run again, and returns the scope that it runs in."""
+    scope = current_scope()
+    if scope is None:
+        return None
+    return scope.fork(("checkpoint", getattr(function, "__name__", type(function).__name__)))
 
 
 class _Region:

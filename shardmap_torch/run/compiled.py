@@ -299,8 +299,8 @@ def _obstacles_to_batching(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
         )
     if verdict.traits.applies_functions:
         yield (
-            "it applies autograd Functions, or recomputes, and under torch.func.vmap torch.compile "
-            "leaves their backward out"
+            "it applies autograd Functions, and under torch.func.vmap torch.compile leaves their "
+            "backward out"
         )
 
 
@@ -338,8 +338,12 @@ class TraceMonitor(StepMonitor):
         self._at = self._at.next[0]
 
     def fork(self, what: object) -> Reruns:
-        """Follows on; code that runs again asks for nothing that only the checker knows."""
-        self.on_operation(what, None)
+        """Follows on; code that runs again asks for nothing that only the checker knows.
+
+        Whether a gradient is taken of it, which decides if it was seen, is not known here.
+        """
+        if self._at.next and self._at.next[0].what == what:
+            self._at = self._at.next[0]
         return _traced_with_its_forward
 
     def rerun(self, later: dict[Hashable, CheckedStep], kind: Hashable) -> None:

@@ -16,6 +16,7 @@ from examples.gpt.optim import make_optimizer
 from examples.gpt.step import sharded_step
 from shardmap_torch import (
     I,
+    Mesh,
     P,
     R,
     TransformError,
@@ -33,9 +34,12 @@ from shardmap_torch import (
     value_and_grad,
     vjp,
 )
+from shardmap_torch import random as draws
+from shardmap_torch.optim import clip_by_global_norm
 from tests.programs.support.everywhere import same
-from tests.programs.support.harness import random
+from tests.programs.support.harness import random, worker_mesh
 from tests.support.fuzzing import sampled
+from tests.support.pool import Gloo
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -186,13 +190,9 @@ def odd_inside(x: Tensor) -> Tensor:
     return found
 
 
-def recomputed(x: Tensor) -> Tensor:
-    return checkpoint(torch.sin, x)
-
-
 FUNCTIONS = (
-    "it applies autograd Functions, or recomputes, and under torch.func.vmap torch.compile leaves "
-    "their backward out"
+    "it applies autograd Functions, and under torch.func.vmap torch.compile leaves their backward "
+    "out"
 )
 ROUNDS = (
     "one batched program does not round gradients as comm_dtype and grad_comm_dtype say, which "
@@ -218,7 +218,6 @@ def rounded(x: Tensor) -> Tensor:
         (odd_inside, "auto", FUNCTIONS),
         (torch.sin, "ranks", RANKS),
         pytest.param(odd, "vmap", FUNCTIONS, marks=pytest.mark.fuzz),
-        pytest.param(recomputed, "auto", FUNCTIONS, marks=pytest.mark.fuzz),
     ],
 )
 def test_what_a_batched_trace_would_lose_is_refused(
@@ -234,6 +233,48 @@ def test_what_a_batched_trace_would_lose_is_refused(
         "uncompiled.\n"
     )
     same(torch.compile(f, backend="eager")(x), f(x))  # it breaks the graph, and runs uncompiled
+
+
+def dropped(w: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    h = draws.dropout(key, checkpoint(lambda w, x: torch.tanh(x @ w), w, x), 0.1, spec=P("dp"))
+    return all_reduce(h.square().mean(), "dp", op="mean", dst=I)
+
+
+def accumulated(mesh: Mesh) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """A step that recomputes, draws dropout, accumulates and clips."""
+
+    @shard_map(mesh=mesh, in_specs=(P(), P(None, "dp"), P()), out_specs=P(), check="global")
+    def step(w: Tensor, x: Tensor, key: Tensor) -> Any:
+        grads = torch.zeros_like(w)
+        for at, rows in enumerate(x.unbind(0)):
+            _, gradient = value_and_grad(dropped)(w, rows, draws.fold_in(key, at))
+            grads = grads + all_reduce(gradient, "dp", dst=I) / 2
+        clipped, norm = clip_by_global_norm({"w": grads}, P(), 0.5)
+        return w - 0.1 * clipped["w"], norm
+
+    return step
+
+
+def assert_compiles_once_a_size(mesh: Mesh) -> None:
+    step, graphs = accumulated(mesh), list[str]()
+    run, w, key = compiled(step, graphs), random((8, 8), 0), draws.key(0)
+    for rows, count in ((4, 1), (6, 2), (4, 2)):
+        x = random((2, rows, 8), rows)
+        same(run(w, x, key), step(w, x, key))
+        assert len(graphs) == count
+
+
+def test_a_step_that_recomputes_draws_accumulates_and_clips_compiles_once_a_size() -> None:
+    assert_compiles_once_a_size(make_mesh((2,), ("dp",), kind="simulated"))
+
+
+def on_processes() -> None:
+    assert_compiles_once_a_size(worker_mesh((2,), ("dp",)))
+
+
+@pytest.mark.slow
+def test_such_a_step_compiles_once_a_size_on_processes(gloo: Gloo) -> None:
+    gloo(2).run(on_processes, timeout=200)
 
 
 def test_an_unchecked_batched_body_is_not_compiled() -> None:

@@ -239,8 +239,8 @@ def _enter(
     return typed
 
 
-_COMPILED: Final = ("torch.", "shardmap_torch.collectives.")
-"""Modules of Functions that batched bodies have compiled, in forms of their own."""
+_COMPILED: Final = ("torch.", "shardmap_torch.collectives.", "shardmap_torch.checkpoint")
+"""Modules of Functions that batched bodies have compiled, in forms of their own, or not at all."""
 
 _ONE: Final = (I, K, Z)
 """Types of operands of one computation that all ranks repeat."""
