@@ -73,8 +73,7 @@ class _Watch(threading.Thread):
 
 def _place(frame: FrameType | None) -> str:
     """Formats where the work is: its stage, and the line of the user's."""
-    site = None if frame is None else site_of(frame)
-    stage = ""
+    site, stage = site_of(frame), ""
     while frame is not None and not stage:
         stage = _STAGES.get(frame.f_code.co_name, "") if _is_own(frame) else ""
         frame = frame.f_back

@@ -118,10 +118,16 @@ def site_calling(code: CodeType) -> Site | None:
     return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
-def site_of(frame: FrameType) -> Site | None:
-    """Finds the innermost line of the user's code of a stack that begins with this frame."""
+def site_of(frame: FrameType | None) -> Site | None:
+    """Finds the innermost line of a stack that is in no library, which the user may have called."""
     users = _users(frame)
+    while users is not None and _is_library(users.f_code.co_filename):
+        users = _users(users.f_back)
     return None if users is None else Site(users.f_code.co_filename, users.f_lineno)
+
+
+def _is_library(name: str) -> bool:
+    return name.startswith(_LIBRARY) or "site-packages" in name
 
 
 def call_sites() -> tuple[Site, ...]:
