@@ -29,6 +29,7 @@ from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.collectives.scope import Scope, current_scope
+from shardmap_torch.control.start import current as control
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.closures import Closures
 from shardmap_torch.core.progress import telling
@@ -311,9 +312,22 @@ class _Body:
         if mesh.kind in PROCESS_KINDS and not (self._lifted or is_transformed()):
             call = self._call(None, args, kwargs, infers=True)
             if call.mapped == mesh.axis_names:
-                run = partial(root.run_body, compiler, self._trace_body, call)
-                return runtime_of(mesh).run(replace(call, compiled=run), False)
+                return self._run_body(compiler, root, call)
         return root.run(compiler, self.trace, args, kwargs)
+
+    def _run_body(self, compiler: Any, root: Root, call: Call) -> Tree:
+        """Runs a call of which the body alone is compiled."""
+        runtime = runtime_of(call.mesh)
+        body = partial(root.run_body, compiler, self._trace_body, call)
+        compiled = partial(runtime.run, replace(call, compiled=body), False)
+        if control() is None:
+            return compiled()
+        try:
+            return self._checked.run(call, runtime.run, compiled)
+        except ShardTypeError as error:
+            if not self._lifts(error):
+                raise
+            raise UncompiledError from error
 
     def _run_checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         while True:

@@ -7,6 +7,7 @@ last one; a program that changes from run to run is an error.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -33,6 +34,7 @@ from shardmap_torch.core.tree import Tree, entry_order
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, refused
+from shardmap_torch.run.compiled import UncompiledError
 from shardmap_torch.run.recorded.recordings import Recordings, require_recordable
 from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.run.safety.equal_values import EqualValues
@@ -124,8 +126,8 @@ class Checked:
     def traced(self, call: Call) -> Verdict:
         """Returns the verdict of a call that is being compiled; all ranks compare what is new.
 
-        Compiled code runs without control, so this is the only time. It must not be more often: a
-        rank may compile again what it has compiled, where others do not.
+        Not more often, nor within a call that was compared: a rank may compile again what it has
+        compiled, where others do not.
 
         Raises:
             ShardTypeError: as `verdict`.
@@ -133,13 +135,13 @@ class Checked:
         """
         key = signature(call, self._captured)
         known = self._verdicts.find(key)
-        is_compared = known is not None and known.description is not None
-        if is_compared or current() is None or call.mesh.kind not in PROCESS_KINDS:
+        control, is_compared = current(), known is not None and known.description is not None
+        if control is None or call.mesh.kind not in PROCESS_KINDS or control.in_call or is_compared:
             return self._find(key, call).verdict
-        return posting_errors(call.mesh, self._name, lambda: self._agreed(key, call, None)).verdict
+        return posting_errors(call.mesh, self._name, lambda: self._agreed(key, call)).verdict
 
-    def run(self, call: Call, run: Run) -> Tree:
-        """Runs a call as it was checked.
+    def run(self, call: Call, run: Run, compiled: Callable[[], Tree] | None = None) -> Tree:
+        """Runs a call as it was checked, and processes have compared it; `compiled` in its place.
 
         Raises:
             ShardTypeError: as `verdict`; or the body changes what it does from run to run.
@@ -148,19 +150,27 @@ class Checked:
         self._calls += 1
         key = signature(call, self._captured)
         if call.mesh.kind not in PROCESS_KINDS:
-            return self._run_checked(key, call, run)
+            return self._run_checked(key, call, run, None)
+        compared = partial(self._run_checked, key, call, run, compiled)
         try:
-            return posting_errors(call.mesh, self._name, lambda: self._run_checked(key, call, run))
+            return posting_errors(call.mesh, self._name, compared)
         except CollectiveMismatchError:
             self._forget(key, call)  # what a rank differs in may hide from the key, as in a file
             raise
 
-    def _run_checked(self, key: Signature, call: Call, run: Run) -> Tree:
+    def _run_checked(
+        self, key: Signature, call: Call, run: Run, compiled: Callable[[], Tree] | None
+    ) -> Tree:
         compares = call.mesh.kind in PROCESS_KINDS and current() is not None
         departed: Difference | None = None
         for _ in range(_RUNS):
-            known = self._agreed(key, call, departed) if compares else self._find(key, call)
+            # Compiled code does not ask whether a comparison is over.
+            now = compiled is not None
+            known = self._agreed(key, call, departed, now) if compares else self._find(key, call)
             try:
+                if compiled is not None:
+                    with suppress(UncompiledError):
+                        return compiled()
                 return self._run_once(call, known, run)
             except Departure as departure:
                 departed = departure.difference
@@ -272,14 +282,16 @@ class Checked:
         places = [at for at, x in enumerate(self._captured.tensors(call)) if id(x) in read]
         return replace(verdict, altered=altered, closed_over=tuple(places))
 
-    def _agreed(self, key: Signature, call: Call, departure: Difference | None) -> "_Known":
+    def _agreed(
+        self, key: Signature, call: Call, departure: Difference | None = None, now: bool = True
+    ) -> "_Known":
         """Returns the verdict, after or while all processes compare their descriptions of it."""
         try:
             known = self._find(key, call)
         except Exception as error:
             agree(refused(self._name, error), departure)
             raise
-        is_new = known.description is None
+        now = now or known.description is None or departure is not None
         if known.description is None:
             with postponing_full_collections():
                 known.description = describe(call, known.verdict)
@@ -288,7 +300,7 @@ class Checked:
             tensors = self._captured.tensors(call) if known.verdict.closed_over else []
             read = [tensors[at] for at in known.verdict.closed_over]
             values = self._equal.of(call, control, read)
-        agree(known.description, departure, is_new or departure is not None, values)
+        agree(known.description, departure, now, values)
         return known
 
     def _stop(self, call: Call, why: tuple[str, str], difference: Difference) -> NoReturn:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from shardmap_torch.control.messages import by_ranks
 from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
 
@@ -44,7 +45,7 @@ def require_same(caller: str, prepare: Callable[[], tuple[T, list[str]]]) -> T:
         calls: list[Any] = [None] * dist.get_world_size()
         with naming_ranks("A checkpoint failed"):
             dist.all_gather_object(calls, (caller, refusal and str(refusal), lines))
-        refusal = refusal or _difference(caller, calls)
+        refusal = _difference(caller, calls)
     if refusal is not None:
         raise refusal
     result: Any = prepared
@@ -58,9 +59,9 @@ def _difference(caller: str, calls: list[tuple[str, str | None, list[str]]]) -> 
                 f"{called} was called on rank {rank}, and {calls[0][0]} on rank 0. Call save, load "
                 "and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
             )
-    refused = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(calls) if why]
+    refused = {rank: why for rank, (_, why, _) in enumerate(calls) if why}
     if refused:
-        return CheckpointError(listing(f"{caller} was refused on other ranks:", refused))
+        return CheckpointError(listing(f"{caller} was refused:", list(by_ranks(refused, ": "))))
     for rank, (_, _, lines) in enumerate(calls):
         for one, other in zip_longest(calls[0][2], lines, fillvalue="nothing more"):
             if one != other:
@@ -99,7 +100,8 @@ def on_first_rank(compute: Callable[[], T]) -> T:
         try:
             outcome[0] = compute()
         except (CheckpointError, OSError) as error:
-            outcome[0], cause = CheckpointError(f"{error}"), error
+            where = "" if is_alone() else "On rank 0, for all: "
+            outcome[0], cause = CheckpointError(f"{where}{error}"), error
     if not is_alone():
         with naming_ranks("A checkpoint failed"):
             dist.broadcast_object_list(outcome, src=0)
