@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch.control.messages import by_ranks
 from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
 
@@ -59,9 +58,9 @@ def _difference(caller: str, calls: list[tuple[str, str | None, list[str]]]) -> 
                 f"{called} was called on rank {rank}, and {calls[0][0]} on rank 0. Call save, load "
                 "and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
             )
-    refused = {rank: why for rank, (_, why, _) in enumerate(calls) if why}
+    refused = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(calls) if why]
     if refused:
-        return CheckpointError(listing(f"{caller} was refused:", list(by_ranks(refused, ": "))))
+        return CheckpointError(listing(f"{caller} was refused:", refused))
     for rank, (_, _, lines) in enumerate(calls):
         for one, other in zip_longest(calls[0][2], lines, fillvalue="nothing more"):
             if one != other:
