@@ -26,6 +26,7 @@ from shardmap_torch.run.agree import on_all_processes, shown_shard
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.spec import P, longer
 
+A = TypeVar("A")
 X = TypeVar("X")
 
 
@@ -72,9 +73,32 @@ def device_put(
     def put_all(placed: tuple[Placed[P | None], ...]) -> X:
         return _replace(moved, placed, put)
 
-    if on.kind not in PROCESS_KINDS:
-        return put_all(read())
-    return on_all_processes("device_put", read, _described, put_all)
+    return compared("device_put", on, read, _described, put_all)
+
+
+def compared(
+    name: str,
+    mesh: Mesh,
+    read: Callable[[], A],
+    describe: Callable[[A], Iterable[str]],
+    run: Callable[[A], X],
+) -> X:
+    """Runs what all ranks of a mesh call alike; processes compare what they call it with before.
+
+    Args:
+        name: of the function.
+        mesh: the mesh.
+        read: reads and checks the arguments.
+        describe: yields lines that are equal where the arguments may be taken for equal.
+        run: runs it.
+
+    Raises:
+        CollectiveMismatchError: another process calls something else, or with other arguments.
+        CommunicationError: another process is gone, or did not come in time.
+    """
+    if mesh.kind not in PROCESS_KINDS:
+        return run(read())
+    return on_all_processes(name, read, describe, run)
 
 
 def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:

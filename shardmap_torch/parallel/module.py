@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
-from shardmap_torch.errors import SpecError, show
+from shardmap_torch.errors import SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.parallel.caches import Held, closed, fill, opened, own, put_back, take_out
 from shardmap_torch.parallel.carried import carried_plan
@@ -28,6 +28,7 @@ from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import within_body
 from shardmap_torch.parallel.trackers import untracked
 from shardmap_torch.parallel.words import Split
+from shardmap_torch.placing import compared
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map
 
@@ -120,10 +121,14 @@ def parallelize(
     _reject_parallel(module)
     styles = carried_plan(module) if plan is None else plan
     over = resolve_axis("parallelize", on, axis)
+
+    def place(resolved: Plan) -> Plan:
+        if on.kind in PROCESS_KINDS:
+            _place(module, on, resolved, src_data_rank)
+        return resolved
+
     remake = partial(make_plan, module, on, styles, over, is_carried=plan is None)
-    resolved = remake()
-    if on.kind in PROCESS_KINDS:
-        _place(module, on, resolved, src_data_rank)
+    resolved = compared("parallelize", on, remake, partial(_described, module), place)
     call = _ParallelCall(module, on, resolved, in_specs, out_specs, check, remake)
     vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on
     if on.kind in PROCESS_KINDS:
@@ -340,6 +345,12 @@ def _reject_units(module: nn.Module) -> None:
                 "runs as one program on parameters that it gathers before.\n"
                 f"Fix: parallelize {path!r} by itself, and not {name}; or fully_shard only {name}."
             )
+
+
+def _described(module: nn.Module, plan: Plan) -> Iterator[str]:
+    """Describes what is placed, by lines that are equal where ranks place alike."""
+    for name, x in module.named_parameters():
+        yield f"  {name}: {show_shape(x.dtype, x.shape)}, {plan.specs[name]!r}"
 
 
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:

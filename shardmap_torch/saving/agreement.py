@@ -59,6 +59,8 @@ def _difference(caller: str, calls: list[tuple[str, str | None, list[str]]]) -> 
                 "and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
             )
     refused = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(calls) if why]
+    if len({why for _, why, _ in calls}) == 1 and refused:
+        return CheckpointError(f"{caller} was refused on all ranks: {calls[0][1]}")
     if refused:
         return CheckpointError(listing(f"{caller} was refused:", refused))
     for rank, (_, _, lines) in enumerate(calls):

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ try:
     import fcntl
 except ImportError:  # Windows, where nothing tells of another job in the same folder
     fcntl = None
+
+PATIENCE: Final = 10.0
+"""Seconds that a save waits for another job, or thread, that writes into the same folder."""
 
 _STEP: Final = re.compile(r"step-(\d{9,})")
 _UNFINISHED: Final = re.compile(r"step-\d{9,}\.unfinished-[0-9a-f]+")
@@ -42,14 +46,15 @@ class Writer:
         if fcntl is None:
             return
         self._descriptor = os.open(self._root, os.O_RDONLY)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.release()
-            raise CheckpointError(
-                f"Another job is writing a checkpoint into {self._root}. Give each job a folder of "
-                "its own."
-            ) from None
+        end = time.monotonic() + PATIENCE
+        while not _is_locked(fcntl, self._descriptor):
+            if time.monotonic() > end:
+                self.release()
+                raise CheckpointError(
+                    f"Another job has been writing a checkpoint into {self._root} for {PATIENCE:g} "
+                    "s. Give each job a folder of its own."
+                )
+            time.sleep(0.02)
 
     def begin(self, step: int) -> Path:
         """Makes a new folder to write a step into, and deletes unfinished ones of killed runs.
@@ -79,6 +84,15 @@ class Writer:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _is_locked(fcntl: ModuleType, descriptor: int) -> bool:
+    """Locks a file, unless another process or thread has it; returns whether it did."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _unfinished(final: Path) -> Path:

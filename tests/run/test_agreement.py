@@ -6,19 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardmap_torch import (
     CollectiveMismatchError,
+    ColwiseParallel,
     I,
     Mesh,
     P,
+    RowwiseParallel,
     ShardMapError,
     all_reduce,
     axis_index,
     device_put,
     full,
     make_mesh,
+    parallelize,
     shard_map,
 )
 from tests.support.pool import Gloo
@@ -142,6 +145,7 @@ def places_and_gathers() -> list[str]:
         lambda: device_put(x, mesh, P("i") if rank == 0 else P("j")),
         lambda: full((one, two)[rank]),
         lambda: full(one) if rank == 0 else double(x),
+        lambda: parallelize(nn.Linear(4, 4), mesh, (ColwiseParallel, RowwiseParallel)[rank]()),
     ]
     errors = []
     for call in calls:
@@ -157,7 +161,7 @@ def test_placing_and_gathering_are_compared_before_they_begin(gloo: Gloo) -> Non
     first, second = gloo(2).run(places_and_gathers)
     told = "processes run different programs"  # after the name of the rank's own function
     assert [e.partition(told)[2] for e in first] == [e.partition(told)[2] for e in second]
-    values, specs, wrong, order, others = first
+    values, specs, wrong, order, others, plans = first
     assert "rank 0: tree: float32[8], hash " in values
     assert "rank 1: tree: float32[4, 2], hash " in specs
     assert "P(None, 'i')" in specs
@@ -165,3 +169,7 @@ def test_placing_and_gathering_are_compared_before_they_begin(gloo: Gloo) -> Non
     calls = re.findall(r"float32\[8\], placed \(Shard\(dim=0\),\), result 0 of call (\d+)", order)
     assert int(calls[1]) == int(calls[0]) + 1
     assert "rank 0: full  # test_agreement.py:" in others
+    assert (
+        "rank 0: weight: float32[4, 4], P('i')\n  rank 1: weight: float32[4, 4], P(None, 'i')"
+        in plans
+    )
