@@ -43,7 +43,15 @@ from shardmap_torch.core.tree import Placed, Structure, Tree, broadcast_prefix, 
 from shardmap_torch.errors import MeshError, ShardTypeError, SpecError, read_names, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.run.checked import Checked
-from shardmap_torch.run.compiled import Asked, Found, Root, Shapes, UncompiledError, check_traced
+from shardmap_torch.run.compiled import (
+    Asked,
+    Found,
+    Root,
+    Shapes,
+    UncompiledError,
+    check_traced,
+    compare_traced,
+)
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import Unchecked, run_in
 from shardmap_torch.spec import P
@@ -392,6 +400,7 @@ class _Body:
         mesh = _resolve_mesh(self._mesh, None)
         leaves, structure = flatten((args, kwargs))
         found = check_traced(self._asked, mesh, leaves, structure)
+        compare_traced(found, leaves)
         return self._found(mesh, leaves, structure, found)
 
     def _trace_body(self, shapes: Shapes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:

@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from math import inf
 from types import FunctionType
 from typing import Any, Final, NoReturn, TypeAlias
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -30,14 +31,18 @@ from shardmap_torch.checker.ir.program import ProgramPath
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Reruns
+from shardmap_torch.control.start import current
 from shardmap_torch.core.caching import Memo, Unguarded, constant
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import FakeTensorMode, set_compiler
 from shardmap_torch.core.tree import Structure, Tree, map_leaves, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
-from shardmap_torch.mesh import Mesh
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh
+from shardmap_torch.run.agree import Description, agree, describe
 from shardmap_torch.run.runtimes import is_simulated
+from shardmap_torch.run.safety.equal_values import EqualValues
+from shardmap_torch.run.safety.error_posting import posting_errors
 
 Ask: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Verdict]]
 """Matches a call with its specs, and checks it."""
@@ -160,6 +165,9 @@ class Found:
         sharing: the input whose memory a result may have, by their positions.
         start: the notes of what the body asks of its mesh, with which the trace is compared.
         cannot: the start of an error that says why it cannot be traced.
+        compared: what processes compare before each run of the graph; None where there is nothing.
+        number: of `compared`, in `_COMPARED`.
+        plain: positions of the plain tensors, which are compared too.
     """
 
     bound: frozenset[str]
@@ -169,6 +177,9 @@ class Found:
     sharing: Mapping[int, int]
     start: CheckedStep
     cannot: str
+    compared: "Compared | None" = None
+    number: int = 0
+    plain: tuple[int, ...] = ()
 
     def follow(self) -> "TraceMonitor":
         """Makes the monitor that compares a trace with the checked program."""
@@ -242,9 +253,71 @@ def _check(asked: Asked, mesh: Mesh, outline: Tree, shapes: Shapes | None, *desc
     # Objects of its own: what runs remember in theirs would look like a change to Dynamo's guards.
     match = Match(verdict.paths, verdict.specs, verdict.crossing)
     exits = {at: tuple(map(replace, casts)) for at, casts in verdict.exits.items()}
-    return asked.keep(
-        Found(call.bound, call.mapped, match, exits, verdict.sharing, verdict.start, cannot)
-    )
+    plain = tuple(at for at in verdict.crossing if not described[at][1])
+    compared = None
+    # Captured CUDA graphs would leave out what this process does beside its kernels.
+    if current() is not None and mesh.kind in PROCESS_KINDS and mesh.device == _CPU:
+        own = replace(call, leaves=[None] * len(described), match=replace(match, crossing=plain))
+        compared = Compared(own, describe(call, verdict))
+    number = 0 if compared is None else compared.number
+    found = Found(call.bound, call.mapped, match, exits, verdict.sharing, verdict.start, cannot)
+    return asked.keep(replace(found, compared=compared, number=number, plain=plain))
+
+
+_CPU: Final = torch.device("cpu")
+
+_COMPARED: Final[WeakValueDictionary[int, "Compared"]] = WeakValueDictionary()
+
+
+class Compared:
+    """What processes compare before a graph runs that has a call in it; `Found` holds it."""
+
+    def __init__(self, call: Call, description: Description) -> None:
+        """Keeps a call without its tensors, and its description."""
+        self._call, self._description = call, description
+        self._equal = EqualValues(False)
+        self.number = next(_NUMBERS)
+        _COMPARED[self.number] = self
+
+    def require_equal(self, plain: Sequence[Tensor]) -> None:
+        """Compares the call, and its plain tensors.
+
+        Raises:
+            CollectiveMismatchError: another process makes another call, or none.
+            SpecError: it has other values.
+        """
+        control = current()
+        if control is None:
+            return
+        leaves = list(self._call.leaves)
+        for position, x in zip(self._call.crossing, plain, strict=True):
+            leaves[position] = x
+        values = self._equal.of(replace(self._call, leaves=leaves), control)
+        run = partial(agree, self._description, values=values)
+        posting_errors(self._call.mesh, self._call.name, run)
+
+
+_NUMBERS: Final = count(1)
+
+_ORDER: Final = torch.zeros((), device="cpu")
+"""Stands for the order of comparisons: what writes into it stays in a graph, and in its place."""
+
+
+@torch.library.custom_op("shardmap_torch::compare", mutates_args={"order"})
+def _compare(order: Tensor, plain: list[Tensor], number: int) -> None:
+    _COMPARED[number].require_equal(plain)
+
+
+@_compare.register_fake
+def _compare_nothing(order: Tensor, plain: list[Tensor], number: int) -> None:
+    """Returns nothing, of any shapes."""
+
+
+def compare_traced(found: Found, leaves: Sequence[Any]) -> None:
+    """Puts the comparison of a call into the graph that Dynamo traces; an export gets none."""
+    if found.number and not torch.compiler.is_exporting():
+        plain = [leaves[position].detach() for position in found.plain]
+        _compare(_ORDER, plain, found.number)
 
 
 _CANNOT: Final = "{}: torch.compile cannot compile what was checked: {}. Call it uncompiled{}."

@@ -1,6 +1,7 @@
 """Compiled calls of mapped functions themselves: the body alone is compiled, on local tensors."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardmap_torch import (
     I,
     P,
+    ShardMapError,
     ShardTypeError,
     TransformError,
     all_reduce,
@@ -156,3 +158,43 @@ def under_forward_mode() -> None:
 def test_a_compiled_call_drops_no_tangents(gloo: Gloo) -> None:
     """A plain function's are None: what torch.compile runs has none."""
     gloo(2).run(under_forward_mode, timeout=120)
+
+
+def squared(x: Tensor) -> Tensor:
+    return all_reduce((x * x).sum(), "tp", dst=I)
+
+
+def total(x: Tensor) -> Tensor:
+    return all_reduce(x.sum(), "tp", dst=I)
+
+
+def ends_of_unlike_calls(within: bool, backend: str) -> list[str]:
+    """Returns how calls end that rank 1 makes in another order, and of other values.
+
+    `within` other code that is compiled, or each compiled by itself.
+    """
+    torch._dynamo.reset()
+    mesh = make_mesh((2,), ("tp",), kind="process_group", timeout=20)
+    one, two = (
+        shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P()) for body in (squared, total)
+    )
+    compiled = partial(torch.compile, backend=backend, fullgraph=True)
+    calls = [compiled((lambda x, f=f: 2 * f(x.sin())) if within else f) for f in (one, two)]
+    x, found = torch.arange(4.0), []
+    known = [call(x) for call in calls]
+    for order, differs in (([1, 0] if mesh.rank else [0, 1], 0), ([0, 1], mesh.rank)):
+        try:
+            for at in order:
+                assert torch.equal(calls[at](x + differs), known[at])
+        except ShardMapError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(("within", "backend"), [(False, "eager"), (True, "aot_eager")])
+def test_compiled_calls_are_compared_in_order_and_values(
+    gloo: Gloo, within: bool, backend: str
+) -> None:
+    for order, values in gloo(2).run(ends_of_unlike_calls, within, backend, timeout=120):
+        assert "processes run different programs. The first difference:\n  rank 0: " in order
+        assert "x: float32[4], P('tp'), has other values on rank 1 than on rank 0" in values
