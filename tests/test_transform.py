@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
@@ -220,6 +220,32 @@ def test_rank_threads_refuse_forward_mode_of_a_collective(transform: str) -> Non
         'Use make_mesh(..., simulate="vmap").'
     )
     same(torch.func.jvp(torch.sin, (W,), (W,))[1], W.cos() * W)  # the levels are as they were
+
+
+def test_forward_mode_of_another_thread_changes_no_call() -> None:
+    """Has a rank's body wait while another thread enters and leaves torch's one level."""
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+
+    def body(x: Tensor) -> Tensor:
+        for _ in range(2):
+            other = threading.Thread(target=next, args=(levels, None))
+            other.start()
+            other.join()
+            x = all_reduce(x, "tp", dst=I) * 1.0
+        return x
+
+    def enter_and_leave() -> Generator[None]:
+        for _ in range(8):
+            with torch.autograd.forward_ad.dual_level():
+                yield
+            yield
+
+    f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())
+    levels = enter_and_leave()
+    try:
+        same(f(torch.ones(2)), torch.full((1,), 4.0))
+    finally:
+        levels.close()
 
 
 def autograd_inside(mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ draws included, and a deadlock is found at once instead of hanging.
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,7 +22,11 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.control.messages import by_ranks, ranks_text
 from shardmap_torch.core.autocasting import State, autocast_state, with_autocast, without_autocast
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.torch_private.engine import current_graph_task_id, forward_level
+from shardmap_torch.core.torch_private.engine import (
+    TransformType,
+    current_graph_task_id,
+    retrieve_all_functorch_interpreters,
+)
 from shardmap_torch.errors import CollectiveMismatchError, TransformError, listing, show_shape
 from shardmap_torch.mesh import Mesh, current_mesh, use_mesh
 from shardmap_torch.types import V
@@ -67,7 +71,6 @@ class Rendezvous:
         self._sent: dict[Transfer, list[Tensor]] = {}
         self._awaited: dict[int, Transfer] = {}
         self._failure: BaseException | None = None
-        self.forward_level = forward_level()
         self.at_end: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[int], T]) -> list[T]:
@@ -269,14 +272,19 @@ class ThreadBackend(RankBackend):
             back()
         return received
 
-    def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Meets the other ranks along the collective's axes.
+    def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
+        """Returns none: each rank runs the body by itself.
 
         Raises:
             TransformError: in forward mode begun in the body, whose levels all threads share.
         """
-        if forward_level() != self.rendezvous.forward_level:
+        # Of this thread: a level may be that of an independent one, whose transforms it alone has.
+        if any(t.key() == TransformType.Jvp for t in retrieve_all_functorch_interpreters()):
             raise TransformError(_NO_FORWARD_MODE)
+        return ()
+
+    def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        """Meets the other ranks along the collective's axes."""
         members = self.mesh.peers(collective.axes, self.place)
         pass_door(collective, x.nbytes, len(members))
         # The source of a broadcast and the pairs of a permutation must agree as well.
