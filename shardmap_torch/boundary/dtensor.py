@@ -76,10 +76,15 @@ def unwrap(mesh: Mesh, spec: P, x: DTensor) -> Tensor:
     expected = placements_of(mesh, spec)
     if x._spec.placements != expected:
         x = x.redistribute(placements=_replicate_unless(expected, x._spec.placements))
-    local = x._local_tensor
-    if isinstance(local, AsyncCollectiveTensor):  # torch may still be receiving it
-        local = local.wait()
-    return local.detach()
+    return _arrived(x._local_tensor).detach()
+
+
+def _arrived(x: Tensor) -> Tensor:
+    """Waits for what a functional collective of torch may still be receiving."""
+    if not isinstance(x, AsyncCollectiveTensor):
+        return x
+    arrived: Tensor = x.wait()
+    return arrived
 
 
 def _by_placements(mesh: Mesh, x: DTensor) -> DTensor:
@@ -316,6 +321,8 @@ class Crossings:
         tracked = torch.is_grad_enabled()
         result: list[Tensor] = []
         for at, x in enumerate(values):
+            if type(x) is not Tensor:
+                x = _arrived(x)
             if self._replicated[at]:
                 result.append(leave(backend, mesh, specs[at], x) if x.requires_grad else x)
                 continue

@@ -184,6 +184,10 @@ class Body:
         found: Tensor = torch.func.grad(loss)(x)
         return found
 
+    def functional_result(self, x: Tensor) -> Tensor:
+        total: Tensor = functional.all_reduce(x.sum(), "sum", self.group)
+        return total
+
     def functional_sum(self, x: Tensor) -> Tensor:
         total: Tensor = functional.all_reduce(x.sum(), "sum", self.group)
         return total * 2
@@ -240,6 +244,7 @@ PROGRAMS: Final[dict[str, Program]] = {
 }
 FUNCTIONAL: Final[dict[str, Program]] = {
     "sum": (lambda b: b.functional_sum, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
+    "result": (lambda b: b.functional_result, (X,), P("tp"), P(), lambda x: x.sum(), "global"),
     "reused": (lambda b: b.functional_reused, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
     "gather": (lambda b: b.functional_gather, (X,), P("tp"), P(), lambda x: x * 2, "global"),
     "scatter": (
@@ -288,7 +293,9 @@ def assert_right(body: Body, mesh: Mesh, program: Program) -> None:
     if mesh.kind == "abstract":
         sm.check_program(mapped, *args)
         return
-    torch.testing.assert_close(full(mapped(*args)), reference(*args))
+    result = mapped(*args)
+    assert not isinstance(result, functional.AsyncCollectiveTensor)
+    torch.testing.assert_close(full(result), reference(*args))
 
 
 def assert_refused(body: Body, mesh: Mesh, name: str) -> None:
