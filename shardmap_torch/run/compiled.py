@@ -270,7 +270,7 @@ _COMPARED: Final[WeakValueDictionary[int, "Compared"]] = WeakValueDictionary()
 
 
 class Compared:
-    """What processes compare before a graph runs that has a call in it; `Found` holds it."""
+    """A call in a graph, which processes compare before the graph runs it; `Found` holds it."""
 
     def __init__(self, call: Call, description: Description) -> None:
         """Keeps a call without its tensors, and its description."""
