@@ -39,22 +39,26 @@ def same(x: Tensor) -> Tensor:
     return all_reduce(x.sum(), "i", dst=I)
 
 
+ME = {"rank": 0}
+"""This process, by a number that no body can tell from one that is equal everywhere."""
+
+
 def other_factor(x: Tensor) -> Tensor:
-    factor = 2.0 if torch.distributed.get_rank() == 1 else 1.0
+    factor = 2.0 if ME["rank"] == 1 else 1.0
     return all_reduce(x * factor, "i", dst=I)
 
 
 def one_more(x: Tensor) -> Tensor:
     y = all_reduce(x, "i", dst=I)
-    return y.sin() if torch.distributed.get_rank() == 1 else y
+    return y.sin() if ME["rank"] == 1 else y
 
 
 def rejected_on_one(x: Tensor) -> Tensor:
-    return x if torch.distributed.get_rank() == 1 else all_reduce(x, "i", dst=I)
+    return x if ME["rank"] == 1 else all_reduce(x, "i", dst=I)
 
 
 def raises_on_one(x: Tensor) -> Tensor:
-    if torch.distributed.get_rank() == 1:
+    if ME["rank"] == 1:
         raise KeyError("mode")
     return all_reduce(x, "i", dst=I)
 
@@ -76,6 +80,7 @@ def test_an_argument_that_does_not_fit_on_one_process_is_told_on_every_one(gloo:
 
 def in_worker() -> list[str]:
     mesh = make_mesh((2,), ("i",), kind="process_group")
+    ME["rank"] = mesh.rank
     bodies = (same, other_factor, one_more, rejected_on_one, raises_on_one, same)
     return [call(mesh, body) for body in bodies]
 
