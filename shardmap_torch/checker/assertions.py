@@ -8,7 +8,7 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import current_interpreter
-from shardmap_torch.checker.ir.outcomes import Asserted
+from shardmap_torch.checker.ir.program import Asserted
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import CollectiveError, ShardTypeError, show

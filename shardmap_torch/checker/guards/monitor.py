@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import used_after_check
-from shardmap_torch.checker.ir.outcomes import Crossing
+from shardmap_torch.checker.ir.program import Crossing
 from shardmap_torch.collectives.protocol import Casts, Edge, Monitor, Note, Reruns
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site

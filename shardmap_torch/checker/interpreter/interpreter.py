@@ -12,12 +12,13 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.ir.fake_results import address_of, fake_mode, metadata_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
-from shardmap_torch.checker.ir.outcomes import Asserted, Traits
 from shardmap_torch.checker.ir.paths import Branches, Failing, Numbers
 from shardmap_torch.checker.ir.program import (
     CLOSED_OVER,
+    Asserted,
     Equation,
     StorageType,
+    Traits,
     Use,
     varying,
 )

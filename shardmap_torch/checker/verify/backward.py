@@ -10,7 +10,7 @@ from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.ir.outcomes import Need, Where
+from shardmap_torch.checker.ir.program import Need, Where
 from shardmap_torch.checker.ir.repairs import rejected
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain

@@ -20,9 +20,8 @@ from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import interpreting
 from shardmap_torch.checker.ir.fake_results import empty
-from shardmap_torch.checker.ir.outcomes import Cast, Crossing, Where
 from shardmap_torch.checker.ir.paths import Branches
-from shardmap_torch.checker.ir.program import Equation, use_of
+from shardmap_torch.checker.ir.program import Cast, Crossing, Equation, Where, use_of
 from shardmap_torch.checker.ir.repairs import rejection_of
 from shardmap_torch.checker.rewrites.rank_numbers import reject_returned
 from shardmap_torch.checker.rules.infer import is_real

@@ -13,7 +13,7 @@ from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.proposals import to_spec
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
-from shardmap_torch.checker.ir.outcomes import Cast, Exit, Where
+from shardmap_torch.checker.ir.program import Cast, Exit, Where
 from shardmap_torch.checker.ir.repairs import Insert, Op, Repair, applied, nested, propose
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain

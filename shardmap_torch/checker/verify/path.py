@@ -10,14 +10,13 @@ from typing import Any, Final
 
 from shardmap_torch.boundary.call import Result
 from shardmap_torch.checker.interpreter import modes, operations
-from shardmap_torch.checker.ir.outcomes import PathOutcome
 from shardmap_torch.checker.ir.paths import (
     Branches,
     PartsNeededError,
     SymbolicNumber,
     format_branches,
 )
-from shardmap_torch.checker.ir.program import ProgramPath
+from shardmap_torch.checker.ir.program import PathOutcome, ProgramPath
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.verify.backward import PullBack
 from shardmap_torch.checker.verify.interpretation import Interpretation

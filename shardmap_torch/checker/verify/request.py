@@ -6,8 +6,7 @@ from typing import Final, Literal, TypeAlias
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.monitor import CheckedStep
-from shardmap_torch.checker.ir.outcomes import Resolved
-from shardmap_torch.checker.ir.program import StorageType
+from shardmap_torch.checker.ir.program import Resolved, StorageType
 from shardmap_torch.checker.ir.repairs import Repair
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.collectives.protocol import Readings
