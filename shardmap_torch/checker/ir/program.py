@@ -169,7 +169,8 @@ def use_of(name: str, tensor: Tensor, storage_type: StorageType) -> Use:
 
 def bytes_sent(collective: Collective, nbytes: int, num_ranks: int) -> int:
     """Counts the bytes that each rank sends, by the formula of the collective's row."""
-    return round(collective.row.sent_by(num_ranks) * nbytes)
+    # A float, since sizes may be symbols of torch's, which know no fractions.
+    return round(float(collective.row.sent_by(num_ranks)) * nbytes)
 
 
 def show_types(types: Types, axes: Sequence[str]) -> str:
