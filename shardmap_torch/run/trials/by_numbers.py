@@ -25,6 +25,7 @@ from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt, detached, verify
+from shardmap_torch.core.ambient import SILENT
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import FakeTensor, forward_level
@@ -261,8 +262,10 @@ def _steps(verdict: Verdict) -> list[tuple[object, ...]]:
 
 def _aside(work: Callable[[], T]) -> T:
     """Works on another thread, where neither modes nor transforms of torch are active."""
+    context = contextvars.copy_context()
+    context.run(SILENT.set, True)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(contextvars.copy_context().run, work).result()
+        return pool.submit(context.run, work).result()
 
 
 def _like(leaf: Tensor, proven: Verdict) -> Like:
