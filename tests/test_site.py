@@ -13,7 +13,7 @@ DOCS = REPO / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 ENTRY = re.compile(r"^\.\. (?:auto|py:)\w+:: shardmap_torch\.([\w.]+)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
-MODULES = ["nn", "optim", "lax", "planning", "random", "saving", "kernels"]
+MODULES = ["nn", "optim", "lax", "planning", "random", "saving", "kernels", "testing"]
 
 
 def test_the_reference_has_every_public_name_once() -> None:
@@ -45,6 +45,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [REPO / "README.md", *PAGES], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE), "a merge is open"
     prose = re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target, anchor in LINK.findall(prose):
         if target.startswith("https://"):
