@@ -19,6 +19,7 @@ from shardmap_torch.parallel.styles import (
     PackedColwiseParallel,
     ReplicatedParallel,
 )
+from shardmap_torch.parallel.summary import parallel_summary
 from shardmap_torch.parallel.weights import load_safetensors, save_pretrained
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "functional",
     "load_safetensors",
     "loss_parallel",
+    "parallel_summary",
     "parallelize",
     "save_pretrained",
 ]

@@ -179,6 +179,16 @@ class _ParallelCall:
         out, frames, tensors = self._outputs.leave(found)
         return put_back(out, fill(caches, closed(frames, tensors)))
 
+    @property
+    def plan(self) -> Plan:
+        """The resolved plan."""
+        return self._plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self._mesh
+
     def verdict_on(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Any = None
     ) -> Any:
