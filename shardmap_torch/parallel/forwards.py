@@ -44,7 +44,26 @@ _REPAIRS: Final[Mapping[AxisType, str]] = {
 }
 
 
-def style_forward(plan: Plan, path: str, module: nn.Module) -> None:
+class Shared:
+    """The last replicated input of a module whose ranks use it differently.
+
+    Projections to queries, keys and values have one input: with one conversion of it, cotangents
+    are added up on each rank first, and then over the ranks once.
+    """
+
+    def __init__(self) -> None:
+        """Knows none."""
+        self._last: tuple[Tensor, int, Tensor] | None = None
+
+    def convert(self, x: Tensor, axis: str) -> Tensor:
+        """Converts an input from I to R, unless it is that of the call before."""
+        version = 0 if x.is_inference() else x._version
+        if self._last is None or self._last[0] is not x or self._last[1] != version:
+            self._last = (x, version, convert(x, axis, src=I, dst=R))
+        return self._last[2]
+
+
+def style_forward(plan: Plan, path: str, module: nn.Module, shared: Shared) -> None:
     """Replaces the forward of the bound copy of the module at `path` by that of its style."""
     layouts = plan.styles.get(path)
     if layouts is None or isinstance(layouts.style, ReplicatedParallel):
@@ -58,7 +77,8 @@ def style_forward(plan: Plan, path: str, module: nn.Module) -> None:
     differs = isinstance(layouts.style, ColwiseParallel | ExpertsParallel) or (
         not layouts.is_for_one and plan.splits_below(path)
     )
-    vars(module)["forward"] = _Forward(layouts, plan.axis, name, module, own, R if differs else I)
+    replicate = R if differs else I
+    vars(module)["forward"] = _Forward(layouts, plan.axis, name, module, own, replicate, shared)
 
 
 def _divide(attributes: Sequence[str], num_ranks: int, name: str, module: nn.Module) -> None:
@@ -82,6 +102,7 @@ class _Forward:
         module: its bound copy.
         own: its own forward.
         replicate: type of its replicated inputs.
+        shared: the last input of such modules of the body.
     """
 
     layouts: Layouts
@@ -90,12 +111,14 @@ class _Forward:
     module: nn.Module
     own: Callable[..., Any]
     replicate: AxisType
+    shared: Shared
 
     def rebound(
         self, rebind: Callable[[Any], Any], counterpart: Callable[[Any], Any]
     ) -> "_Forward":
         """Returns the forward of a copy of the module."""
-        return replace(self, module=counterpart(self.module), own=rebind(self.own))
+        module, own = counterpart(self.module), rebind(self.own)
+        return replace(self, module=module, own=own, shared=Shared())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self._inputs(args)
@@ -177,7 +200,7 @@ class _Forward:
         name = f"{what} of {self.name}"
         if not isinstance(x, Tensor):
             raise SpecError(f"{name}: the plan says {src!r}, but it is a {type(x).__name__}.")
-        return relayout(x, self.axis, src, dst, to, name)
+        return relayout(x, self.axis, src, dst, to, name, self.shared)
 
     def _summed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a module whose rows are sharded: each rank computes an addend of its product."""
@@ -242,7 +265,13 @@ class _Products(TorchFunctionMode):
 
 
 def relayout(
-    x: Tensor, axis: str, src: Placement, dst: Placement, replicate: AxisType, name: str
+    x: Tensor,
+    axis: str,
+    src: Placement,
+    dst: Placement,
+    replicate: AxisType,
+    name: str,
+    shared: Shared,
 ) -> Tensor:
     """Redistributes a value from one placement to another, by one typed collective.
 
@@ -254,6 +283,7 @@ def relayout(
         replicate: type of a replicated result: R if the ranks use it differently, I if all repeat
             one computation.
         name: name of the value in errors.
+        shared: converts a replicated value.
 
     Raises:
         ShardTypeError: the type of the value is not that of `src`.
@@ -273,7 +303,7 @@ def relayout(
         # Integers have no gradient, so that nothing depends on their type.
         is_smooth = x.is_floating_point() or x.is_complex()
         needs_cast = is_smooth and replicate == R and type_ != R
-        return convert(x, axis, src=I, dst=R) if needs_cast else x
+        return shared.convert(x, axis) if needs_cast else x
     source = _type_of(src, R if type_ == R else I)
     return redistribute(x, axis, src=source, dst=_type_of(dst, replicate))
 

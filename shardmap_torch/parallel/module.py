@@ -21,7 +21,7 @@ from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.parallel.caches import Held, closed, fill, opened, own, put_back, take_out
 from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
-from shardmap_torch.parallel.forwards import style_forward
+from shardmap_torch.parallel.forwards import Shared, style_forward
 from shardmap_torch.parallel.packing import pack, placements_of_split, unpack
 from shardmap_torch.parallel.plan import ROOT, Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
@@ -286,13 +286,14 @@ def _body(
     tensors: Sequence[Tensor],
 ) -> Any:
     """Runs the module on one rank: on its shards of the parameters, with the plan's forwards."""
+    shared = Shared()
 
     def adapt(path: str, copy: nn.Module) -> None:
         if path != ROOT and isinstance(vars(copy).get("forward"), _ParallelCall):
             del vars(copy)["forward"]
         if path == ROOT:
             vars(copy)["forward"] = _rebound(original, copy)
-        style_forward(plan, path, copy)
+        style_forward(plan, path, copy, shared)
 
     values = {name: unpack(value, plan.packed.get(name)) for name, value in parameters.items()}
     bound = BoundModule(module, values, buffers, adapt)

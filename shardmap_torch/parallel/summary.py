@@ -26,7 +26,7 @@ class Row:
         style: its style as the plan has it.
         shards: the dims by which its parameters are sharded, by name.
         forward: the bytes that a rank sends in a forward for each row, as a token, of its input.
-        backward: the same in a backward.
+        backward: the same in a backward; modules of one input send its gradient once.
     """
 
     name: str

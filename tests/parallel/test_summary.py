@@ -1,0 +1,92 @@
+"""What `parallel_summary` says of a plan, and that modules of one input send its gradient once."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardmap_torch import (
+    ColwiseParallel,
+    RowwiseParallel,
+    ShapeDtype,
+    SpecError,
+    explain,
+    make_mesh,
+    parallelize,
+)
+from shardmap_torch.parallel import parallel_summary
+from tests.parallel.support.transformers_models import make_model
+
+MESH = make_mesh((4,), ("tp",), kind="simulated")
+
+
+def test_a_summary_lists_styles_shards_bytes_and_what_is_left_out() -> None:
+    model = make_model("gpt2").double()
+    assert str(parallel_summary(parallelize(model, MESH))) == "\n".join(
+        [
+            "module                           style                  shards"
+            "                                    sends a row  backward",
+            "transformer.wte                  embedding_rowwise      weight: 0"
+            "                                 384 B        0 B",
+            "transformer.h.*.attn (2)         LocalAttributes        -"
+            "                                         0 B          0 B",
+            "transformer.h.*.attn.c_attn (2)  PackedColwiseParallel  weight: 1 in 3 parts, bias: 0"
+            " in 3 parts  0 B          384 B",
+            "transformer.h.*.attn.c_proj (2)  rowwise                weight: 0"
+            "                                 384 B        0 B",
+            "transformer.h.*.mlp.c_fc (2)     colwise                weight: 1, bias: 0"
+            "                        0 B          384 B",
+            "transformer.h.*.mlp.c_proj (2)   rowwise                weight: 0"
+            "                                 384 B        0 B",
+            "lm_head                          colwise_gather_output  weight: 0"
+            "                                 384 B        384 B",
+            "sharded: 27,072 entries; on every rank: 2,496",
+            "  transformer.wpe.weight: 2,048",
+            "  transformer.h.*.ln_1.weight: 64",
+            "  transformer.h.*.ln_1.bias: 64",
+            "  transformer.h.*.attn.c_proj.bias: 64",
+            "  transformer.h.*.ln_2.weight: 64",
+            "  transformer.h.*.ln_2.bias: 64",
+            "  transformer.h.*.mlp.c_proj.bias: 64",
+            "  transformer.ln_f.weight: 32",
+            "  transformer.ln_f.bias: 32",
+        ]
+    )
+    unmatched = nn.Sequential(nn.Linear(4, 4))
+    unmatched._tp_plan = {"0": "colwise_rep", "1": "rowwise"}  # type: ignore[assignment]
+    summary = parallel_summary(parallelize(unmatched, MESH))
+    assert (summary.unused, summary.sharded, summary.replicated) == (("1",), 20, {})
+
+
+def test_a_module_that_is_not_parallelized_has_no_summary() -> None:
+    with pytest.raises(SpecError) as caught:
+        parallel_summary(nn.Linear(1, 1))
+    assert str(caught.value) == (
+        "parallel_summary takes a module that parallelize has changed, not Linear."
+    )
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(SpecError) as caught:
+        parallelize(nn.Sequential(), MESH)
+    assert str(caught.value) == (
+        "parallelize: Sequential carries no plan, and there is none for its type; there is one for "
+        "'gpt2', 'bert', 't5', 'vit'.\n"
+        'Fix: pass a plan, as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
+    )
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        y: Tensor = self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+        return y
+
+
+def test_the_gradient_of_one_input_of_several_modules_is_summed_once() -> None:
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    report = str(explain(parallelize(Gated(), MESH, plan), ShapeDtype((2, 8), requires_grad=True)))
+    assert report.count("backward: all_reduce") == 1
