@@ -1,4 +1,4 @@
-"""What `parallel_summary` says of a plan, and that modules of one input send its gradient once."""
+"""Summaries of plans, and gradients of one input of several modules, which are sent once."""
 
 import pytest
 import torch
