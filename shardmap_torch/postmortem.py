@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardmap_torch.control.messages import by_ranks
-from shardmap_torch.control.recorder import Dump, Entry, dump_folder, read_dump
+from shardmap_torch.control.recorder import Dump, Entry, dump_folder, read_dump, usable_folder
 from shardmap_torch.errors import PostmortemError
 
 
@@ -79,8 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m shardmap_torch.postmortem", description=__doc__
     )
-    parser.add_argument("folder", type=Path, nargs="?", default=dump_folder())
+    parser.add_argument("folder", type=Path, nargs="?", default=usable_folder())
     folder = parser.parse_args(arguments).folder
+    if folder is None:
+        raise PostmortemError(f"{dump_folder()} is not this user's alone: others may write there.")
     paths = sorted(folder.glob("rank-*.txt"))
     if not paths:
         raise PostmortemError(f"There are no dumps rank-*.txt in {folder}.")

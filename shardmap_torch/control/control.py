@@ -406,9 +406,8 @@ class Control:
         progress.restart()
         self._pending, self._late, self.era = None, None, object()
         self._board.touch()
-        # Others may be waiting for a message still, each for the timeout.
-        patience = 2 * self.timeout
-        end = monotonic() + patience.total_seconds()
+        # Others may be waiting for a message still, for as long, before they call it.
+        end = monotonic() + self.timeout.total_seconds() + _GATHER
         late = list(self._everyone.members)
         while late and monotonic() < end:
             statuses = self._board.look(1.0)
@@ -418,7 +417,7 @@ class Control:
             progress.broken = f"recover() has not been called by {ranks_text(late)}."
             described = "\n".join(self._described(self._board.look(1.0), late))
             raise CommunicationError(
-                f"recover() was not called by all ranks within {patience}:\n{described}"
+                f"recover() was not called by all ranks within {self.timeout}:\n{described}"
             )
         self._history.restart()
         self._num_reports = self.epoch * _REPORTS  # the same again on all ranks

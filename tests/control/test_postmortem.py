@@ -100,6 +100,11 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     own.mkdir()
     own.chmod(0o777)
     assert record(SUM).write(0, "gone") is None
+    with pytest.raises(PostmortemError) as error:  # nor read
+        main([])
+    assert str(error.value) == (
+        f"{dump_folder()} is not this user's alone: others may write there."
+    )
     own.rmdir()
     own.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     assert record(SUM).write(0, "gone") is None

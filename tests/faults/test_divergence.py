@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardmap_torch import CollectiveMismatchError, CommunicationError, MeshError, make_mesh
+from shardmap_torch import (
+    CollectiveMismatchError,
+    CommunicationError,
+    MeshError,
+    SpecError,
+    make_mesh,
+)
 from tests.faults.support.cases import CASES, Kit, X
 from tests.faults.support.world import World
 
@@ -18,7 +24,9 @@ Told = tuple[str, str, float]
 LINE: Shape = ((4,), ("tp",))
 GRID: Shape = ((2, 2), ("dp", "tp"))
 DEADLINE = 20.0
-OURS = {error.__name__ for error in (CollectiveMismatchError, CommunicationError, MeshError)}
+OURS = {
+    error.__name__ for error in (CollectiveMismatchError, CommunicationError, MeshError, SpecError)
+}
 OWN = {  # what the odd rank raises by itself
     "error in a body": "ValueError",
     "error between collectives": "ValueError",
@@ -26,6 +34,8 @@ OWN = {  # what the odd rank raises by itself
 }
 QUICK = [
     "other order",
+    "other values later",
+    "a copy of a shard differs",
     "left out",
     "other gather size",
     "other new shape",

@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from shardmap_torch import (
     P,
     all_gather,
     all_reduce,
+    device_put,
+    full,
     make_mesh,
     ppermute,
     shard_map,
@@ -60,6 +63,9 @@ class Kit:
     def map(self, body: Callable[..., Any], out: Any = None, **options: Any) -> Any:
         specs = {"in_specs": P(self.axes), "out_specs": P() if out is None else out, **options}
         return shard_map(body, mesh=self.mesh, **specs)
+
+    def compiled(self, *functions: Callable[..., Any]) -> Sequence[Callable[..., Any]]:
+        return [torch.compile(f, backend="eager") for f in functions]
 
     def leaf(self, function: str = "weighted") -> Tensor:
         """A result whose backward communicates."""
@@ -299,6 +305,110 @@ def known_everywhere_but_on_one(k: Kit) -> None:
     f = k.map(lambda x: all_reduce(x.sin().sum(), k.axes, dst=I))
     g = k.map(lambda x: all_reduce(x.sin().sum() * 1.5, k.axes, dst=I))
     (g if k.odd else f)(X)
+
+
+def other_values_later(k: Kit) -> None:
+    k.sum(X + k.odd)
+
+
+def other_batch_order(k: Kit) -> None:
+    for x in (X, X.flip(0)) if k.odd else (X.flip(0), X):
+        k.sum(x)
+
+
+def an_update_left_out(k: Kit) -> None:
+    w = torch.ones(4)
+    for step in range(3):
+        k.weighted(w, X)
+        w = w if k.odd and step == 0 else w * 0.9
+
+
+def one_number_of_many(k: Kit) -> None:
+    x = torch.ones(8, 5000)
+    if k.odd:
+        x[3, 1234] += 1e-3
+    k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I))(x)
+
+
+def unchecked_other_values(k: Kit) -> None:
+    f = k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I, src="P"), check=False)
+    f(X)
+    f(X + k.odd)
+
+
+def closed_over_other_values(k: Kit) -> None:
+    scale = torch.ones(4)
+    f = k.map(lambda x: all_reduce((x * scale).sum(), k.axes, dst=I))
+    f(X)
+    scale += k.odd
+    f(X)
+
+
+def replayed_other_values(k: Kit) -> None:
+    f = k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I), replay=True)
+    for step in range(4):
+        f(X + step + (k.odd and step == 3))
+
+
+def a_copy_of_a_shard_differs(k: Kit) -> None:
+    w: Any = device_put(torch.ones(4), k.mesh, P(), as_dtensor=True)
+    w.to_local().add_(float(k.odd))
+    k.weighted(w, X)
+
+
+def a_dtensor_on_one(k: Kit) -> None:
+    x = device_put(X, k.mesh, P(k.axes))
+    k.gather(x if k.odd else X)
+
+
+def a_setting_on_one(k: Kit) -> None:
+    before = os.environ.pop("SHARDMAP_DEBUG", None)
+    try:
+        if k.odd:
+            os.environ["SHARDMAP_DEBUG"] = "1"
+        k.gather(X)
+    finally:
+        os.environ.pop("SHARDMAP_DEBUG", None)
+        if before is not None:
+            os.environ["SHARDMAP_DEBUG"] = before
+
+
+def compiled_other_order(k: Kit) -> None:
+    one, two = k.compiled(k.sum, k.double)
+    for f in (one, two, *((two, one) if k.odd else (one, two))):
+        f(X)
+
+
+def compiled_within_left_out(k: Kit) -> None:
+    (f,) = k.compiled(lambda x: k.sum(x.sin()) + 1)
+    f(X)
+    if not k.odd:
+        f(X)
+    k.double(X)
+
+
+def compiled_other_values(k: Kit) -> None:
+    (f,) = k.compiled(k.sum)
+    f(X)
+    f(X + k.odd)
+
+
+def other_placing(k: Kit) -> None:
+    device_put(X, k.mesh, P(None, k.axes) if k.odd else P(k.axes))
+
+
+def full_of_another(k: Kit) -> None:
+    one, two = k.map(lambda x: x * 2, out=P(k.axes))(X), k.map(lambda x: x, out=P(k.axes))(X)
+    full(two if k.odd else one)
+
+
+def a_thread_beside(k: Kit) -> None:
+    if k.odd:
+        thread = threading.Thread(target=k.double, args=(X,))
+        thread.start()
+        thread.join()
+    k.sum(X)
+    k.gather(X)
 
 
 CASES: Mapping[str, Callable[[Kit], None]] = {
