@@ -139,9 +139,10 @@ def shard_map(
             `{"tp": "global", "dp": "local"}`, requires that over some axes: the program is compared
             with itself where these have one rank, and axes that it leaves out are "local". With
             False specs must name every axis of inputs that can receive a gradient.
-        debug: on processes, compare the plain inputs of every checked call, and not of the first
-            one of each signature only. The environment variable SHARDMAP_DEBUG decides for all
-            functions: 1 compares always, 0 never.
+        debug: on processes, compare all bits of plain inputs, of tensors that the body closes over
+            and of copies of DTensors in each call; else a sample of the first two, and all in every
+            hundredth call. The environment variable SHARDMAP_DEBUG decides for all functions: 1
+            compares all bits always, 0 nothing.
         replay: run the body's Python once for a signature, record the operators and collectives
             that it calls, and run these in later calls, as `jax.jit` does; see docs/replay.md. What
             Python does beside them, such as to print, is not done again. Calls whose derivatives
