@@ -33,6 +33,7 @@ from shardmap_torch.control.start import current as control
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.closures import Closures
 from shardmap_torch.core.progress import telling
+from shardmap_torch.core.source_location import users_part
 from shardmap_torch.core.torch_private.engine import (
     forward_level,
     functorch,
@@ -40,7 +41,14 @@ from shardmap_torch.core.torch_private.engine import (
     set_compiler,
 )
 from shardmap_torch.core.tree import Placed, Structure, Tree, broadcast_prefix, flatten
-from shardmap_torch.errors import MeshError, ShardTypeError, SpecError, read_names, show
+from shardmap_torch.errors import (
+    MeshError,
+    ShardMapError,
+    ShardTypeError,
+    SpecError,
+    read_names,
+    show,
+)
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.run.checked import Checked
 from shardmap_torch.run.compiled import (
@@ -201,12 +209,13 @@ def shard_map(
         if torch.compiler.is_dynamo_compiling():
             return body.trace(args, kwargs)
         compiler = set_compiler(None)  # or torch.compile would look into what is called here
-        if compiler is None:
-            return body.run(args, kwargs)
         try:
-            return body.run_compiled(compiler, args, kwargs)
-        finally:
-            set_compiler(compiler)
+            return (
+                body.run(args, kwargs) if compiler is None else body.run_by(compiler, args, kwargs)
+            )
+        except ShardMapError as error:  # which says where it is: frames in between say nothing
+            error.__traceback__ = users_part(error)
+            raise
 
     if not torch.compiler.is_dynamo_compiling():
         leave_uncompiled(mapped, nested=False)
@@ -298,6 +307,13 @@ class _Body:
             return run_in(self._traced(args, kwargs), None)
         finally:
             pass
+
+    def run_by(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+        """Runs a call that `compiler` compiles."""
+        try:
+            return self.run_compiled(compiler, args, kwargs)
+        finally:
+            set_compiler(compiler)
 
     def run_compiled(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         """Runs a call in which `compiler` compiles all, or the body alone, on local tensors."""

@@ -1,6 +1,7 @@
 """Transforms and nesting: what torch.func and autograd do to a shard_mapped function."""
 
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Generator
 from types import ModuleType
@@ -16,6 +17,7 @@ from shardmap_torch import (
     MeshError,
     P,
     R,
+    ShardMapError,
     SpecError,
     TransformError,
     all_gather,
@@ -707,3 +709,22 @@ def test_names_for_all_do_not_replace_modules_of_torch_and_python() -> None:
 
     exported = [getattr(shardmap_torch, name) for name in shardmap_torch.__all__]
     assert not any(isinstance(value, ModuleType) for value in exported)
+
+
+def test_the_traceback_of_an_error_has_the_frames_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def layer(x: Tensor) -> Tensor:
+        return all_reduce(all_reduce(x, "tp", dst=I), "tp", dst=I)
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    mapped = checked(lambda x: layer(x), mesh=mesh, in_specs=P("tp"), out_specs=P())
+
+    def frames() -> list[str]:
+        with pytest.raises(ShardMapError) as caught:
+            mapped(torch.ones(4))
+        return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+    assert frames() == ["frames", "<lambda>", "layer"]
+    monkeypatch.setenv("SHARDMAP_TRACEBACK", "full")
+    assert "run" in frames()

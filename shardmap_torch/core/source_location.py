@@ -2,6 +2,7 @@
 
 import contextlib
 import linecache
+import os
 import sys
 import sysconfig
 from collections.abc import Collection
@@ -10,7 +11,7 @@ from functools import lru_cache
 from inspect import unwrap
 from pathlib import Path
 from traceback import walk_tb
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Final
 
 import optree
@@ -162,6 +163,27 @@ def _users(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def users_part(error: BaseException) -> TracebackType | None:
+    """Returns an error's traceback without frames of this package, and shortens those of causes.
+
+    All of it with SHARDMAP_TRACEBACK=full in the environment.
+    """
+    if os.environ.get("SHARDMAP_TRACEBACK") == "full":
+        return error.__traceback__
+    cause = error.__cause__
+    if cause is not None:
+        cause.__traceback__ = users_part(cause)
+    kept: list[TracebackType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        if not is_own(trace.tb_frame):
+            kept.append(trace)
+        trace = trace.tb_next
+    for each in reversed(kept):
+        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return trace
 
 
 def is_running(function: object) -> bool:
