@@ -29,6 +29,13 @@ WRAP: Final = "gather the operands first, or wrap per-rank code in local_region.
 GATHER: Final = "gather it first, with all_gather."
 """Advice where a dim must be unsharded."""
 
+MICROBATCHES: Final = (
+    "gather it first, with all_gather; of a batch that is divided into microbatches make the "
+    "microbatches a dim of its own: pass x.view(micro, rows, ...), sharded as P(None, axis), and "
+    "loop over x.unbind(0)."
+)
+"""Advice where a sharded dim is taken apart."""
+
 
 @dataclass(frozen=True)
 class Sharded:

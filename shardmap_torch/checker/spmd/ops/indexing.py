@@ -20,7 +20,7 @@ from shardmap_torch.checker.spmd.layout import (
 )
 from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
-from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Sharded, Step, shards_of
+from shardmap_torch.checker.spmd.sharded import GATHER, MICROBATCHES, WRAP, Sharded, Step, shards_of
 
 
 def count(step: Step) -> list[Sharded]:
@@ -201,7 +201,7 @@ def _require_all(x: ShardedTensor, dim: int) -> int:
         raise UnrelatedError("it takes the one entry of a number apart")
     dim %= len(x.dims)
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY or step_of(x.dims[dim]) is not None:
-        raise UnrelatedError(f"it takes dim {dim} apart, which is sharded", GATHER)
+        raise UnrelatedError(f"it takes dim {dim} apart, which is sharded", MICROBATCHES)
     return dim
 
 
