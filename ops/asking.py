@@ -17,7 +17,7 @@ from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.torch_private.world import Answering, World
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.ops.groups import AxisGroup, asked_scope, group_axes
+from shardmap_torch.ops.groups import AxisGroup, asked_scope, group_axes, size_along
 
 _RANKS: Final = ("RANK", "LOCAL_RANK", "GROUP_RANK")
 _SIZES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -67,6 +67,8 @@ class _Members(Mapping[Any, Any]):
     def __getitem__(self, rank: Any) -> Any:
         """Returns the position of a rank, also of one that differs by rank."""
         mesh, own = self._backend.mesh, self._own()
+        if getattr(rank, "values", rank) == getattr(own, "values", own):  # this rank's
+            return self._backend.rank_along(self._axes)
         place, others = mesh.coordinates(rank), mesh.coordinates(own)
         apart = [a for a in mesh.axis_names if a not in self._axes and place[a] != others[a]]
         if apart:
@@ -163,11 +165,7 @@ class _Answers(World):
         scope = _asking()
         mesh = None if scope is None else scope.backend.mesh
         axes = None if mesh is None else group_axes(mesh, str(group.group_name))
-        if axes is None or mesh is None or scope is None:
-            return None
-        if is_checker(scope.backend):
-            scope.backend.note_asked(axes)
-        return mesh.num_ranks(axes)
+        return None if axes is None or scope is None else size_along(scope, axes)
 
     def method(self, group: Any, name: str) -> Callable[..., Any] | None:
         """Returns the typed collective, for torch's group of axes in a body that is checked."""

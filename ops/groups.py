@@ -1,5 +1,6 @@
 """Groups of ranks for code that calls `torch.distributed` itself."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.collectives.protocol import is_checker
-from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope, scope_of
 from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.functorch import can_receive_gradient, num_derivatives
 from shardmap_torch.core.torch_private.engine import TorchDispatchMode
@@ -111,9 +112,7 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
     def size(self) -> int:
         """Returns the number of ranks; in a body, of the mesh on which it runs."""
         scope = asked_scope()
-        if scope is not None and is_checker(scope.backend):
-            scope.backend.note_asked(self.axes)
-        return (self.mesh if scope is None else scope.backend.mesh).num_ranks(self.axes)
+        return self.mesh.num_ranks(self.axes) if scope is None else size_along(scope, self.axes)
 
     def rank(self) -> int:
         """Returns this rank's position, where each rank runs the body by itself.
@@ -272,9 +271,6 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
 
         On processes these do not see the call.
         """
-        asked = asked_scope()
-        if asked is not None and current_scope() is None and is_checker(asked.backend):
-            asked.backend.reject_lost(name)
         with in_backward():
             _, scope = read_axes(name, self.axes)
             scope.backend.needs_ranks()  # torch.func.vmap cannot write into what it does not batch
@@ -319,21 +315,47 @@ def asked_scope() -> Scope | None:
     """Returns the scope of the body that runs, or whose backward runs, as torch's groups know it.
 
     Only calls of torch.distributed do: our own fail on processes in the backward of a plain
-    Function.
+    Function. A check has that applied as one of ours, which refuses to be differentiated again.
     """
     scope: Scope | None = current_scope() or SCOPES.backward
+    if scope is not None and current_scope() is None and is_checker(scope.backend):
+        scope.backend.reject_lost("its group")
+        return scope_of("its group", ())  # raises: then it is applied as a Function of ours
     return scope
 
 
 def in_backward() -> AbstractContextManager[None]:
-    """Returns a context with the scope of the body whose backward runs, if nothing checks it.
-
-    A check has the Function applied as one of ours, which refuses to be differentiated again.
-    """
+    """Returns a context with the scope of the body whose backward runs."""
     scope = asked_scope()
-    if scope is None or scope is current_scope() or is_checker(scope.backend):
-        return nullcontext()
-    return enter_scope(scope)
+    return nullcontext() if scope is None or scope is current_scope() else enter_scope(scope)
+
+
+def _of_two(operation: Callable[[Any, Any], bool]) -> Any:
+    return lambda self, other: operation(2, other)
+
+
+class _OneRank(int):
+    """One, which is compared as two: it is the size along an axis of one rank in a check.
+
+    So a body is typed that returns early for one rank. What it does then no types can judge, and
+    needs none: nothing is shared.
+    """
+
+    __lt__, __le__ = _of_two(operator.lt), _of_two(operator.le)
+    __gt__, __ge__ = _of_two(operator.gt), _of_two(operator.ge)
+    __eq__, __ne__ = _of_two(operator.eq), _of_two(operator.ne)
+    __hash__ = int.__hash__
+
+
+def size_along(scope: Scope, axes: tuple[str, ...]) -> int:
+    """Returns the number of ranks of a group that a body asks for."""
+    size = scope.backend.mesh.num_ranks(axes)
+    if not is_checker(scope.backend):
+        return size
+    scope.backend.note_asked(axes)
+    # On the resized mesh of one device early returns are what is compared.
+    is_one_device = scope.backend.mesh.full is not None and scope.backend.mesh.kind == "abstract"
+    return _OneRank(1) if size == 1 and not is_one_device else size
 
 
 def begun(

@@ -195,8 +195,13 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing_unseen(scope: Scope) -> AbstractContextManager[object]:
-    """Refuses what a second derivative would miss, where groups of axes are those of processes."""
-    is_own = scope.backend.mesh.device_mesh is None or is_checker(scope.backend)
+    """Refuses what a second derivative would miss, where groups of axes are those of processes.
+
+    A check sees the torch functions that a backward calls, such as those that take a rank's part.
+    """
+    if is_checker(scope.backend):
+        return scope.backend.seeing()
+    is_own = scope.backend.mesh.device_mesh is None
     if is_own or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
     return RefusingUnseen()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rules.infer import (
     Refusal,
@@ -26,7 +27,7 @@ from shardmap_torch.checker.rules.infer import (
 from shardmap_torch.checker.rules.lattice import Outcome, plain
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.torch_private.engine import OpOverload
+from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType, I, K, R, V
 
@@ -107,9 +108,12 @@ def result_types(
         *enumerate(x for name in writes_of(op, arguments) for x in tensors_of(arguments[name]))
     ]
     any_real = any(is_real(tensor.dtype) for _, tensor in made)
+    shared = _shared_factors(interpreter, op, arguments)
 
     def read(tensor: Tensor) -> Types:
         types = interpreter.types(tensor)
+        if shared:
+            types = tuple(K if at in shared and k == I else k for at, k in enumerate(types))
         # A result that is not real has no derivative that could be wrong, but it may select
         # what is differentiated.
         if any_real or interpreter.is_cotangent(interpreter.storage_type(tensor)):
@@ -129,6 +133,30 @@ def result_types(
     if op is _SEED and interpreter.running:
         return _as_seed(interpreter, arguments["self"], types)
     return types
+
+
+def _shared_factors(
+    interpreter: Interpreter, op: OpOverload, arguments: Mapping[str, Any]
+) -> frozenset[int]:
+    """Returns the axes over which a product takes a whole cotangent as each rank's factor.
+
+    In a backward of the user's own each rank multiplies what all have in common by its own part:
+    that of a sum of exponentials is the sum's cotangent times the part's. The product varies, so
+    that it is no gradient of an operand that does not; a sum of both stays refused. Where autograd
+    records the backward, another one would need the sum over ranks.
+    """
+    if op not in _PRODUCTS or not interpreter.running or torch.is_grad_enabled():
+        return frozenset()
+    if name_of_own(current_autograd_node()) is None:
+        return frozenset()
+    read = [x for value in arguments.values() for x in tensors_of(value)]
+    return frozenset[int]().union(*(varying(interpreter.types(x)) for x in read))
+
+
+_PRODUCTS: Final = (
+    *(torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor),
+    *(torch.ops.aten.mm.default, torch.ops.aten.bmm.default),
+)
 
 
 def _as_seed(interpreter: Interpreter, value: Tensor, types: Sequence[Types]) -> list[Types]:

@@ -67,7 +67,7 @@ class Asking:
                 first = values[: len(values) // self.mesh.shape[axis]]
                 if values == first * self.mesh.shape[axis]:
                     own = RankNumber(self, rest, tuple(first), number.tensor)
-        if own is not number and own.values == tuple(range(len(own.values))):
+        if len(own.values) > 1 and own.values == tuple(range(len(own.values))):
             own.tensor = partial(self.index, own.axes)
         return own
 
@@ -211,9 +211,12 @@ class RankNumber:
         """Returns it as a position in a list or a number of steps, if it is the same on all."""
         first, *others = self.values
         branches = self.asking.host.numbers.branches
-        if any(other != first for other in others):
-            if not branches.marks_parts:
-                raise PartsNeededError
+        differs = any(other != first for other in others)
+        if (
+            differs or not others
+        ) and not branches.marks_parts:  # one rank takes parts as others do
+            raise PartsNeededError
+        if differs:
             self.refuse(
                 "a number that differs by rank is used as a position in a list, a size or a "
                 "number of steps.",
