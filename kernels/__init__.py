@@ -1,5 +1,7 @@
 """Tensor-parallel matmuls that overlap their communication with their own computation."""
 
+from shardmap_torch.contracts import export
+from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.api import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -15,3 +17,5 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
 ]
+
+export(globals(), __all__, KernelError)

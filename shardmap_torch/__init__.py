@@ -14,6 +14,7 @@ from shardmap_torch.checker.region import local_region
 from shardmap_torch.checker.rules.registry import register_rule
 from shardmap_torch.checker.rules.rule import Row
 from shardmap_torch.checkpoint import checkpoint
+from shardmap_torch.contracts import export
 from shardmap_torch.errors import (
     CheckpointError,
     CollectiveError,
@@ -197,3 +198,6 @@ __all__ = [
     "vjp",
 ]
 __all__ += ops.__all__
+
+# Collectives read their arguments themselves, at no cost to a call.
+export(globals(), sorted({*__all__} - {*ops.__all__} | {"axis_group"}), SpecError)

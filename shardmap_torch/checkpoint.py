@@ -19,6 +19,7 @@ from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.backends.vmap import markers_of, rebound
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.contracts import call_given
 from shardmap_torch.core.autocasting import autocast_state, with_autocast
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.closures import Closures
@@ -87,7 +88,8 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
     leaves, structure = flatten((closures.values(), args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not any(can_receive_gradient(x) for x in tensors):
-        return function(*args, **kwargs)
+        plain: Y = call_given(function, args, kwargs, TransformError, "checkpoint")
+        return plain
     scope = _forked(function)
     region = _Region(closures, leaves, structure, scope)
     outputs: tuple[Tensor, ...] = _apply(region, region.run, *markers_of(scope), *tensors)

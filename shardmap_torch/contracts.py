@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.source_location import is_raised_by_user
+from shardmap_torch.core.source_location import is_raised_by_call, is_raised_by_user
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardMapError, show, show_shape
 
 _REFUSALS: Final = (
     *(IndexError, NotImplementedError, OverflowError, RuntimeError, TypeError, ValueError),
+    ZeroDivisionError,
 )
 """Errors by which torch refuses operands; those derived from these mean something else."""
 
@@ -36,10 +37,27 @@ _SIGNS: Final = (
 
 def export(namespace: dict[str, Any], names: Sequence[str], error: type[ShardMapError]) -> None:
     """Has the functions of a package raise `error` where wrong arguments make them fail."""
-    for name in names:
+    for name in set(names) & namespace.keys():  # others are loaded when they are asked for
         is_own = getattr(namespace[name], "__module__", "").startswith(namespace["__name__"])
         if is_own and inspect.isfunction(namespace[name]):
             namespace[name] = _explaining(namespace[name], error)
+
+
+def call_given(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    error: type[ShardMapError],
+    what: str,
+) -> Any:
+    """Calls what a user has given as a function, and raises `error` if it takes no such call."""
+    try:
+        return function(*args, **kwargs)
+    except TypeError as raised:
+        if not is_raised_by_call(raised):
+            raise
+        name = getattr(function, "__name__", show(function))
+        raise error(f"{what} of {name}: it cannot be called so: {raised}.") from raised
 
 
 def _explaining(function: Callable[..., Any], error: type[ShardMapError]) -> Callable[..., Any]:
@@ -85,8 +103,9 @@ def _explanation(
 
 def _is_of_torch(raised: Exception) -> bool:
     """Returns whether an operation of torch raised it, and no statement of this package."""
-    text = str(raised)
-    return isinstance(raised, RuntimeError) or any(sign in text for sign in _SIGNS)
+    if isinstance(raised, RuntimeError | ZeroDivisionError):
+        return True
+    return any(sign in str(raised) for sign in _SIGNS)
 
 
 def _problems(value: object, hint: Any, raised: Exception) -> Iterator[str]:

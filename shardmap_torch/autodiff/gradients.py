@@ -22,6 +22,7 @@ from shardmap_torch.checker.queries import adjoint_of_ranks, loss_by_repair
 from shardmap_torch.collectives.autograd import is_transformed, reject_second_derivative
 from shardmap_torch.collectives.protocol import Note, is_checker
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.contracts import call_given
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import can_receive_gradient, is_smooth
@@ -216,7 +217,8 @@ class _Call:
         args = list(self.args)
         for at, value in zip(self.positions, unflatten(self.structure, leaves), strict=True):
             args[at] = value
-        out, aux = self._split(self.f(*args, **self.kwargs))
+        given = call_given(self.f, args, self.kwargs, TransformError, self.verb)
+        out, aux = self._split(given)
         outs, self.out_structure = flatten(out)
         if self.scalar:
             self._require_scalar(out)

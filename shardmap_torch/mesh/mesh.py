@@ -162,6 +162,11 @@ class _State:
             crossing.close()
 
 
+_MOST: Final = 2**62
+_MOST_SIMULATED: Final = 2**31
+"""Maximal numbers of ranks along an axis: one number each has to fit in memory where it is run."""
+
+
 @dataclass(frozen=True)
 class Mesh(Grid):
     """Ranks laid out in a grid whose axes have names; rank numbers run row-major.
@@ -210,7 +215,18 @@ class Mesh(Grid):
 
     def __post_init__(self) -> None:
         """Stores the sizes by name, which each call of a collective reads."""
-        sizes = self._sizes
+        sizes, given = self._sizes, (self.axis_names, self.axis_sizes)
+        if not all(isinstance(each, tuple) for each in given) or len({*map(len, given)}) > 1:
+            raise MeshError(
+                f"A Mesh has a tuple of names and one of as many sizes, not {show(given[0])} and "
+                f"{show(given[1])}; make one with make_mesh."
+            )
+        most = _MOST_SIMULATED if self.kind == "simulated" else _MOST
+        wrong = [size for size in self.axis_sizes if type(size) is bool or size > most]
+        if wrong:
+            raise MeshError(
+                f"A {self.kind} mesh has up to {most:,} ranks an axis, not {wrong[0]!r}."
+            )
         sizes.update(zip(self.axis_names, self.axis_sizes, strict=True))
         sizes.update({name: prod(sizes[axis] for axis in axes) for name, axes in self.aliases})
 

@@ -25,15 +25,33 @@ from shardmap_torch.core.functorch import can_receive_gradient, reject_batched_g
 from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.core.tree import Tree
-from shardmap_torch.errors import CollectiveMismatchError, ShardTypeError, TransformError, listing
+from shardmap_torch.errors import (
+    CollectiveMismatchError,
+    MeshError,
+    ShardTypeError,
+    TransformError,
+    listing,
+)
 from shardmap_torch.ops.asking import ANSWERING
 from shardmap_torch.run.drawing import CallSeed, Drawing
 from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
 
+_MOST_THREADS: Final = 2_048
+"""Maximal number of ranks that run as threads of one process."""
+
 
 def run(call: Call) -> Tree:
-    """Runs all ranks and joins their results."""
+    """Runs all ranks and joins their results.
+
+    Raises:
+        MeshError: there are too many for threads.
+    """
+    if call.mesh.size > _MOST_THREADS:
+        raise MeshError(
+            f"{call.name} runs as one thread a rank, of which there may be {_MOST_THREADS:,}, on "
+            f"the {call.mesh}. Check it on an abstract mesh, or simulate fewer ranks."
+        )
     tensors = [call.leaves[i] for i in call.crossing]
     ranks = _Ranks(call, [can_receive_gradient(x) for x in tensors])
     if functorch.peek_interpreter_stack() is None:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from shardmap_torch.checker.rules.registry import MEANINGS, row_of
+from shardmap_torch.contracts import export
 from shardmap_torch.core.torch_private.engine import OpOverload, OpOverloadPacket
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError, SpecError, show
@@ -116,3 +117,6 @@ def _name_of(target: Any) -> str:
     if not callable(target):
         raise ShardTypeError(f"validate_rule takes an operator or a function, not {show(target)}.")
     return getattr(target, "__name__", type(target).__name__)
+
+
+export(globals(), __all__, SpecError)

@@ -1,4 +1,4 @@
-"""Megatron's mappings, loss and layers, written per rank, are right as they are; mutants are not."""
+"""Megatron's mappings, loss and layers, written per rank, are right as they are, and no mutants."""
 
 import importlib
 import sys
@@ -137,176 +137,112 @@ def test_the_model_is_that_of_one_device(config: Config, kind: Any, check: Any, 
 
 MAPPINGS, LOSS, MODEL = "mappings.py", "cross_entropy.py", "model.py"
 
-MUTANTS: Final = [
-    # A mapping without its message, or with another.
-    (MAPPINGS, "    dist.all_reduce(x, group=group)\n", "", 0),
-    (
-        MAPPINGS,
-        "dist.all_reduce(x, group=group)",
-        "dist.all_reduce(x, dist.ReduceOp.MAX, group)",
-        0,
-    ),
-    (
-        MAPPINGS,
-        "dist.all_reduce(x, group=group)",
-        "dist.all_reduce(x, dist.ReduceOp.AVG, group)",
-        0,
-    ),
+SIZE: Final = "dist.get_world_size(group)"
+SUM: Final = "dist.all_reduce(x, group=group)"
+OWN: Final = "[dist.get_rank(group)].contiguous()"
+LARGEST: Final = "dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)"
+CHOSEN: Final = "dist.all_reduce(chosen, group=group)"
+NORMALIZER: Final = "dist.all_reduce(normalizer, group=group)"
+START: Final = "start = dist.get_rank(group) * count"
+LEAVE: Final = "apply(ReduceFromRegion, h, self.tp_group)"
+ENTER: Final = "apply(CopyToRegion, h, self.tp_group)"
+SCATTER: Final = "apply(ReduceScatterFirst, h, self.tp_group)"
+PROJ: Final = 'self.leave(functional.linear(mixed, params[f"{layer}.proj.weight"]))'
+DOWN: Final = 'self.leave(functional.linear(functional.gelu(up), params[f"{layer}.down.weight"]))'
+FROM: Final = "start = dist.get_rank(self.tp_group) * words.shape[0]"
+MEAN: Final = "apply(ReduceFromRegion, losses.mean(), self.dp_group)"
+BACK: Final = "return gathered(grads[0], ctx.group), None\n\n\nclass "
+
+MUTANTS: Final[list[tuple[str, str, str, int]]] = [
+    # Mappings without their message, or with another.
+    (MAPPINGS, SUM, "pass", 0),
+    (MAPPINGS, SUM, "dist.all_reduce(x, dist.ReduceOp.MAX, group)", 0),
+    (MAPPINGS, SUM, "dist.all_reduce(x, dist.ReduceOp.AVG, group)", 0),
     (MAPPINGS, "return total(grads[0], ctx.group), None", "return grads[0], None", 0),
     (MAPPINGS, "return total(x, group)", "return x.view_as(x)", 0),
+    (MAPPINGS, "return total(x, group)", f"return total(x, group) * {SIZE}", 0),
     (MAPPINGS, "return x.view_as(x)", "return total(x, group)", 0),
-    (MAPPINGS, "        return grads[0], None", "        return grads[0] * 2, None", 0),
+    (MAPPINGS, "return x.view_as(x)", f"return x / {SIZE}", 0),
     (MAPPINGS, "dist.all_gather_single(out, x.contiguous(), group=group)", "out.zero_()", 1),
+    (MAPPINGS, "dist.all_gather_single(out, x", "dist.all_gather_single(out, 2 * x", 1),
     (MAPPINGS, "dist.reduce_scatter_single(out, x.contiguous(), group=group)", "out.zero_()", 1),
+    (MAPPINGS, "dist.reduce_scatter_single(out, x", "dist.reduce_scatter_single(out, 2 * x", 1),
     (
         MAPPINGS,
-        "x.contiguous(), group=group)\n    return out\n\n\ndef gathered_last",
-        "2 * x, group=group)\n    return out\n\n\ndef gathered_last",
+        "return scattered(grads[0], ctx.group)",
+        "return own_part(grads[0], 0, ctx.group)",
         1,
     ),
-    (
-        MAPPINGS,
-        "return scattered(grads[0], ctx.group), None",
-        "return own_part(grads[0], 0, ctx.group), None",
-        1,
-    ),
-    (MAPPINGS, "return scattered(x, group)", "return own_part(total(x, group), 0, group) * 2", 1),
     (MAPPINGS, "return scattered(x, group)", "return own_part(x, 0, group)", 1),
-    (MAPPINGS, "[dist.get_rank(group)].contiguous()", "[0].contiguous()", 1),
-    (MAPPINGS, "[dist.get_rank(group)].contiguous()", "[size - 1 - dist.get_rank(group)]", 1),
-    (MAPPINGS, "[dist.get_rank(group)].contiguous()", "[dist.get_rank(group) - 1]", 1),
-    (MAPPINGS, "return own_part(x, 0, group)", "return own_part(x, 0, group) * 1.5", 1),
+    (MAPPINGS, "return scattered(x, group)", f"return scattered(x, group) / {SIZE}", 1),
+    (MAPPINGS, OWN, "[0].contiguous()", 1),
+    (MAPPINGS, OWN, "[size - 1 - dist.get_rank(group)].contiguous()", 1),
+    (MAPPINGS, OWN, "[dist.get_rank(group) - 1].contiguous()", 1),
+    (MAPPINGS, "return own_part(x, 0, group)", f"return own_part(x, 0, group) * {SIZE}", 1),
     (
         MAPPINGS,
-        "return gathered(grads[0], ctx.group), None\n\n\nclass GatherFirst",
-        "return total(gathered(grads[0], ctx.group), ctx.group), None\n\n\nclass GatherFirst",
+        f"{BACK}GatherFirst",
+        f"return grads[0].repeat({SIZE.replace('group', 'ctx.group')}"
+        ", 1, 1), None\n\n\nclass GatherFirst",
         1,
     ),
     (
         MAPPINGS,
-        "return gathered(grads[0], ctx.group), None\n\n\nclass AllToAll",
-        "return gathered(grads[0], ctx.group) * 0.5, None\n\n\nclass AllToAll",
+        f"{BACK}AllToAll",
+        "return total(gathered(grads[0], ctx.group), ctx.group), None\n\n\nclass AllToAll",
         1,
     ),
     # The loss.
-    (LOSS, "        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)\n", "", 0),
-    (
-        LOSS,
-        "dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)",
-        "dist.all_reduce(largest, group=group)",
-        0,
-    ),
-    (LOSS, "        dist.all_reduce(chosen, group=group)\n", "", 0),
-    (LOSS, "        dist.all_reduce(normalizer, group=group)\n", "", 0),
-    (
-        LOSS,
-        "dist.all_reduce(chosen, group=group)",
-        "dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=group)",
-        0,
-    ),
-    (
-        LOSS,
-        "dist.all_reduce(normalizer, group=group)",
-        "dist.all_reduce(normalizer, op=dist.ReduceOp.AVG, group=group)",
-        0,
-    ),
-    (LOSS, "start = dist.get_rank(group) * count", "start = 0 * count", 0),
-    (LOSS, "start = dist.get_rank(group) * count", "start = dist.get_rank(group) * (count - 1)", 0),
-    (LOSS, "start = dist.get_rank(group) * count", "start = dist.get_rank(group) * count + 1", 0),
-    (
-        LOSS,
-        "start = dist.get_rank(group) * count",
-        "start = (dist.get_world_size(group) - 1 - dist.get_rank(group)) * count",
-        0,
-    ),
-    (LOSS, "end = start + count", "end = start + count - 1", 0),
+    (LOSS, LARGEST, "pass", 0),
+    (LOSS, LARGEST, "dist.all_reduce(largest, group=group)", 0),
+    (LOSS, LARGEST, LARGEST.replace("MAX", "MIN"), 0),
+    (LOSS, CHOSEN, "pass", 0),
+    (LOSS, CHOSEN, "dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=group)", 0),
+    (LOSS, NORMALIZER, "pass", 0),
+    (LOSS, NORMALIZER, "dist.all_reduce(normalizer, op=dist.ReduceOp.AVG, group=group)", 0),
+    (LOSS, START, "start = 0", 0),
+    (LOSS, START, "start = dist.get_rank(group) * (count - 1)", 0),
+    (LOSS, START, "start = dist.get_rank(group) * count + dist.get_rank(group)", 0),
+    (LOSS, START, f"start = ({SIZE} - 1 - dist.get_rank(group)) * count", 0),
+    (LOSS, "end = start + count", f"end = start + count * {SIZE}", 0),
     (LOSS, ".masked_fill(outside, 0.0)", "", 0),
     (LOSS, "(target < start) |", "(target <= start) |", 0),
+    (LOSS, "(target >= end)", "(target > end)", 0),
     (LOSS, "1.0 - outside.flatten()", "1.0 - 0 * outside.flatten()", 0),
-    (LOSS, "-= 1.0", "-= 2.0", 0),
-    (LOSS, "-= 1.0 -", "+= 1.0 -", 0),
     (LOSS, "exp / normalizer.unsqueeze(-1)", "exp / exp.sum(-1, keepdim=True)", 0),
-    (
-        LOSS,
-        "return made.view_as(softmax) * grads[0].unsqueeze(-1), None, None",
-        "return made.view_as(softmax), None, None",
-        0,
-    ),
-    (LOSS, "return normalizer.log() - chosen", "return normalizer.log() - 2 * chosen", 0),
-    # The model: a wrong group, a mapping left out, doubled, or in the place of another.
-    (MODEL, "apply(CopyToRegion, h, self.tp_group)", "apply(CopyToRegion, h, self.dp_group)", 0),
-    (MODEL, "apply(CopyToRegion, h, self.tp_group)", "h", 0),
-    (
-        MODEL,
-        "apply(ReduceFromRegion, h, self.tp_group)",
-        "apply(ReduceFromRegion, h, self.dp_group)",
-        0,
-    ),
-    (MODEL, "apply(ReduceFromRegion, h, self.tp_group)", "h", 0),
+    (LOSS, "exp / normalizer", f"exp / {SIZE} / normalizer", 0),
+    (LOSS, "return normalizer.log() - chosen", f"return normalizer.log() - chosen / {SIZE}", 0),
+    # The model: a wrong group, or a mapping that is left out, doubled, or in another's place.
+    (MODEL, ENTER, ENTER.replace("tp", "dp"), 0),
+    (MODEL, ENTER, "h", 0),
+    (MODEL, ENTER, LEAVE, 0),
+    (MODEL, LEAVE, LEAVE.replace("tp", "dp"), 0),
+    (MODEL, LEAVE, "h", 0),
+    (MODEL, LEAVE, f"apply(ReduceFromRegion, {LEAVE}, self.tp_group)", 0),
     (MODEL, "apply(GatherFirst, h, self.tp_group)", "apply(GatherFirst, h, self.dp_group)", 1),
-    (
-        MODEL,
-        "apply(ReduceScatterFirst, h, self.tp_group)",
-        "apply(ReduceScatterFirst, h, self.dp_group)",
-        1,
-    ),
-    (
-        MODEL,
-        "apply(ReduceScatterFirst, h, self.tp_group)",
-        "apply(ScatterFirst, h, self.tp_group)",
-        1,
-    ),
+    (MODEL, SCATTER, SCATTER.replace("tp", "dp"), 1),
+    (MODEL, SCATTER, "apply(ScatterFirst, h, self.tp_group)", 1),
     (MODEL, "apply(ScatterFirst, positions, self.tp_group)", "positions[: h.shape[0]]", 1),
-    (MODEL, "losses.mean(), self.dp_group", "losses.mean(), self.tp_group", 0),
+    (MODEL, MEAN, MEAN.replace("dp", "tp"), 0),
+    (MODEL, MEAN, "losses.mean()", 0),
     (MODEL, "losses.mean()", "losses.sum()", 0),
-    (MODEL, "apply(ReduceFromRegion, losses.mean(), self.dp_group)", "losses.mean()", 0),
     (MODEL, "targets, self.tp_group)", "targets, self.dp_group)", 0),
-    (MODEL, "start = dist.get_rank(self.tp_group) * words.shape[0]", "start = 0", 0),
-    (MODEL, "start = dist.get_rank(self.tp_group)", "start = dist.get_rank(self.dp_group)", 0),
+    (MODEL, FROM, "start = 0", 0),
+    (MODEL, FROM, FROM.replace("tp", "dp"), 0),
     (MODEL, "end = start + words.shape[0]", "end = start + words.shape[0] + 1", 0),
     (MODEL, "found = found.masked_fill(outside.unsqueeze(-1), 0.0)", "pass", 0),
     (MODEL, "h = self.leave(found)", "h = found", 0),
-    (MODEL, 'self.enter(h), params[f"{layer}.qkv.weight"]', 'h, params[f"{layer}.qkv.weight"]', 0),
-    (MODEL, 'self.enter(h), params[f"{layer}.up.weight"]', 'h, params[f"{layer}.up.weight"]', 0),
-    (
-        MODEL,
-        'out = self.leave(functional.linear(mixed, params[f"{layer}.proj.weight"]))',
-        'out = functional.linear(mixed, params[f"{layer}.proj.weight"])',
-        0,
-    ),
-    (
-        MODEL,
-        'mixed, params[f"{layer}.proj.weight"]))\n        return out + params[f"{layer}.proj.bias"]',
-        'mixed, params[f"{layer}.proj.weight"], params[f"{layer}.proj.bias"]))\n        return out',
-        0,
-    ),
-    (
-        MODEL,
-        'params[f"{layer}.down.weight"]))\n        return out + params[f"{layer}.down.bias"]',
-        'params[f"{layer}.down.weight"], params[f"{layer}.down.bias"]))\n        return out',
-        0,
-    ),
-    (
-        MODEL,
-        'functional.gelu(up), params[f"{layer}.down.weight"]))',
-        'self.leave(functional.gelu(up)), params[f"{layer}.down.weight"]))',
-        0,
-    ),
-    (
-        MODEL,
-        'self.norm(params, "norm", h)), params["words"]',
-        'self.norm(params, "norm", h).detach()), params["words"] / dist.get_world_size(self.tp_group)',
-        0,
-    ),
-    (
-        MODEL,
-        'scores.masked_fill(later, float("-inf"))',
-        '(scores * dist.get_world_size(self.tp_group)).masked_fill(later, float("-inf"))',
-        0,
-    ),
-    (MODEL, "return h + positions", "return h + positions * (1 + dist.get_rank(self.tp_group))", 0),
+    (MODEL, 'self.enter(h), params[f"{layer}.qkv', 'h, params[f"{layer}.qkv', 0),
+    (MODEL, 'self.enter(h), params[f"{layer}.up', 'h, params[f"{layer}.up', 0),
+    (MODEL, PROJ, PROJ[len("self.leave(") : -1], 0),
+    (MODEL, DOWN, DOWN[len("self.leave(") : -1], 0),
+    (MODEL, PROJ, f'{PROJ[:-2]}, params[f"{{layer}}.proj.bias"]))', 0),
+    (MODEL, DOWN, f'{DOWN[:-2]}, params[f"{{layer}}.down.bias"]))', 0),
+    (MODEL, "q @ k.transpose(-1, -2)", "q * size @ k.transpose(-1, -2)", 0),
+    (MODEL, "h + positions", "h + positions * (1 + dist.get_rank(self.tp_group))", 0),
 ]
-"""A file, what is replaced in it by what, and which of `CONFIGS` shows it."""
+"""A file, what is replaced in it by what, and which of `CONFIGS` shows it. Each differs between
+ranks and one device."""
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 import shardmap_torch as sm
-from shardmap_torch import P, lax, nn, optim, random, saving
+from shardmap_torch import P, kernels, lax, nn, optim, random, saving
 from tests.support.bad_input import Call, Draw, operand, or_junk, sine, some_mesh, spec
 
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
-    for module in (nn, optim, random, saving, lax)
-    for name in module.__all__
+    for module in (nn, optim, random, saving, lax, kernels, sm)
+    for name in sorted({*module.__all__} - {"auto", "find_divergence"})
     if inspect.isfunction(getattr(module, name))
-} | {name: getattr(sm, name) for name in ("auto", "mark_sharding", "match_specs", "functional")}
+}
 
 RIGHT: Final[dict[str, Callable[[Draw], Any]]] = {
     "axis": lambda draw: draw.choice(("a", "b", None)),
