@@ -36,7 +36,7 @@ from shardmap_torch.mesh import Mesh, current_mesh, make_mesh, use_mesh
 from shardmap_torch.ops import *  # noqa: F403 - its `__all__` says which
 from shardmap_torch.placing import device_put, from_local, full
 from shardmap_torch.spec import P
-from shardmap_torch.transform import shard_map
+from shardmap_torch.transform import check_rank_program, shard_map
 from shardmap_torch.types import I, Partial, R, S, V
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ __all__ = [
     "assume_constant",
     "auto",
     "check_program",
+    "check_rank_program",
     "checkpoint",
     "current_mesh",
     "debug_print",

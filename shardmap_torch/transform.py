@@ -23,7 +23,7 @@ from shardmap_torch.boundary.matching import (
     kinds_of,
     place_arguments,
 )
-from shardmap_torch.checker.api import shapes_of, stand_ins
+from shardmap_torch.checker.api import shapes_of, stand_ins, verdict_on
 from shardmap_torch.checker.ir.repairs import rejection_of
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -224,6 +224,59 @@ def shard_map(
     mapped._shardmap_call = body.call  # type: ignore[attr-defined]
     mapped._shardmap_checked_call = body.checked_call  # type: ignore[attr-defined]
     return mapped
+
+
+def check_rank_program(
+    f: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | DeviceMesh,
+    in_specs: Tree,
+    out_specs: Tree,
+    check: Check = "global",
+    **kwargs: Any,
+) -> Verdict:
+    """Checks a function that is written for one rank, as for torchrun, without running it.
+
+    It may call `torch.distributed` on groups that `axis_group` returns, ask these for ranks and
+    sizes, and return early for one rank. Nothing is said about sharding but specs of arguments and
+    results.
+
+    Args:
+        f: the function of one rank.
+        args: global arguments, of which tensors may be replaced by `ShapeDtype`.
+        mesh: the mesh, which may be abstract.
+        in_specs: as of `shard_map`.
+        out_specs: as of `shard_map`.
+        check: how strictly; "global" compares the ranks with one device.
+        kwargs: more global arguments.
+
+    Returns:
+        The verdict, as `check_program`.
+
+    Raises:
+        ShardTypeError: the program is not well-typed, would compute wrong gradients, or is not that
+            of one device.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from shardmap_torch import P, axis_group, check_rank_program, make_mesh
+        >>> mesh = make_mesh((4,), ("tp",), kind="abstract")
+        >>> group = axis_group(mesh, "tp")
+        >>> def product(x, w):
+        ...     size, rank = dist.get_world_size(group), dist.get_rank(group)
+        ...     y = x.chunk(size, dim=1)[rank] @ w
+        ...     dist.all_reduce(y, group=group)
+        ...     return y
+        >>> x, w = torch.ones(2, 8), torch.ones(8, 2)
+        >>> specs = {"in_specs": (P(), P("tp")), "out_specs": P()}
+        >>> check_rank_program(product, x, w, mesh=mesh, **specs)
+        <Verdict: product on the abstract mesh (tp=4) is accepted>
+
+    Source: `torch.distributed.run`, for which such functions are written.
+    """
+    mapped = shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
+    return verdict_on(mapped, args, kwargs)
 
 
 def _read_check(check: object) -> Strictness | None:
