@@ -1,0 +1,19 @@
+"""The Llama of transformers trains and generates as on one device."""
+
+import pytest
+
+from examples.hf_llama import run
+from shardmap_torch import make_mesh
+from tests.support.pool import Gloo
+
+pytestmark = pytest.mark.slow
+
+
+def agree() -> None:
+    ours, expected = run(make_mesh((2,), ("tp",)))
+    assert ours == expected
+
+
+def test_it_computes_the_numbers_of_one_device(gloo: Gloo) -> None:
+    agree()
+    gloo(2).run(agree, timeout=100)

@@ -1,0 +1,76 @@
+"""Subclasses of Linear and Embedding whose forwards do more than theirs, sharded by rows."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardmap_torch import SpecError, make_mesh, parallelize
+from tests.programs.support.harness import random
+
+MESH = make_mesh((2,), ("tp",), kind="simulated")
+
+
+class Positive(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3.0
+
+
+class Conv1D(nn.Module):
+    """As in transformers: a Linear with a transposed weight."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.flatten(0, -2), self.weight)
+        return y.view(*x.shape[:-1], self.outputs)
+
+
+class Other(nn.Linear):
+    """Does not call what a Linear does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.mT
+
+
+X, IDS = random((2, 3, 8), 0), torch.tensor([[0, 7, 3]])
+
+CASES: dict[str, tuple[nn.Module, Any, Tensor]] = {
+    "a Linear": (Positive(8, 6), "rowwise_rep", X),
+    "an Embedding": (Scaled(8, 4, padding_idx=3), "embedding_rowwise", IDS),
+    "Conv1D by columns": (Conv1D(6, 8), "colwise_rep", X),
+    "Conv1D by rows": (Conv1D(6, 8), "rowwise_rep", X),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_forward_of_its_own_runs_on_the_finished_product(case: str) -> None:
+    module, style, x = CASES[case]
+    one = copy.deepcopy(module).double()
+    ours = parallelize(copy.deepcopy(one), MESH, style)
+    for each in (one, ours):
+        each(x).square().sum().backward()
+    torch.testing.assert_close(ours(x), one(x))
+    for name, value in ours.named_parameters():
+        torch.testing.assert_close(value.grad, one.get_parameter(name).grad)
+
+
+def test_a_forward_that_does_not_multiply_by_the_weight_is_refused() -> None:
+    ours = parallelize(Other(8, 8), MESH, "rowwise_rep")
+    with pytest.raises(SpecError) as caught:
+        ours(X.float())
+    assert str(caught.value) == (
+        "Other: RowwiseParallel adds up what a Linear or an Embedding computes, and the "
+        "forward of Other does not do that with its weight."
+    )
