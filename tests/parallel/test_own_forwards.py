@@ -24,7 +24,7 @@ class Scaled(nn.Embedding):
 
 
 class Conv1D(nn.Module):
-    """As in transformers: a Linear with a transposed weight."""
+    """A Linear with a transposed weight, as in transformers."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Conv1D(nn.Module):
 
 
 class Other(nn.Linear):
-    """Does not call what a Linear does."""
+    """Multiplies in another way than a Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.mT
