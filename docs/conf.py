@@ -41,6 +41,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+nb_output_stderr = "remove"  # how long a check took, on a busy machine
 
 html_theme = "sphinx_book_theme"
 html_title = "shardmap_torch"
