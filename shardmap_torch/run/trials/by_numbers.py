@@ -279,7 +279,11 @@ def _program(call: Call, likes: Likes, strictness: Strictness, sizes: Mapping[st
     """Checks the call where axes have these sizes."""
     full = call.mesh
     shape = tuple([sizes.get(axis, 1) for axis in full.axis_names])
-    mesh = Mesh(full.axis_names, shape, "simulated", full.device, "ranks", aliases=full.aliases)
+    mesh = Mesh(
+        *(full.axis_names, shape, "simulated", full.device, "ranks"),
+        aliases=full.aliases,
+        full=full,
+    )
     leaves = list(call.leaves)
     for at, like in likes.items():
         [leaves[at]] = stand_ins((ShapeDtype(tuple(like.shape), like.dtype, like.grad),))
