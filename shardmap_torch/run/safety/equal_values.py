@@ -44,6 +44,7 @@ class EqualValues:
         self._always, self._calls = always, 0
         self._known: set[Any] = set()
         self._newest: object = None
+        self._plain: list[int] = []
         self._era: object = None
 
     def of(
@@ -61,22 +62,27 @@ class EqualValues:
         ):  # all compare, and slices have data of their own
             return None
         self._calls += 1
-        is_new = call.match is not self._newest or control.era is not self._era
-        if is_new:
-            is_new = self._is_new(call, control)
+        leaves, dtensor = call.leaves, dtensor_class()
+        plain = [at for at in call.crossing if type(leaves[at]) is not dtensor]
+        is_new = call.match is not self._newest or plain != self._plain
+        if is_new or control.era is not self._era:
+            is_new = self._is_new(call, plain, control)
         whole = is_new or self._always or asked is not None or self._calls % WHOLE == 0
-        return ValuesOfCall(call, closures, None if whole else self._calls)
+        if whole:
+            return ValuesOfCall(call, call.crossing, closures, None)
+        return ValuesOfCall(call, plain, closures, self._calls)
 
-    def _is_new(self, call: Call, control: Control) -> bool:
+    def _is_new(self, call: Call, plain: list[int], control: Control) -> bool:
         """Returns whether no call had such arguments; by shapes, as a match may be made anew."""
         if control.era is not self._era:  # what each rank has called before may differ
             self._era, self._calls = control.era, 1
             self._known.clear()
         shapes = [(x.shape, x.dtype) for x in call.leaves if isinstance(x, Tensor)]
-        key = (call.mesh.layout or call.mesh, call.structure, *shapes)
+        # Copies of DTensors are compared where all bits are.
+        key = (call.mesh.layout or call.mesh, call.structure, *plain, *shapes)
         is_new = key not in self._known
         self._known.add(key)
-        self._newest = call.match
+        self._newest, self._plain = call.match, plain
         return is_new
 
 
@@ -88,19 +94,18 @@ class ValuesOfCall:
         shards: a hash of this rank's copies of each shard of DTensors, or None.
     """
 
-    def __init__(self, call: Call, closures: Sequence[Tensor], turn: int | None) -> None:
-        """Begins to read their bits: all without a turn, or else a sample."""
+    def __init__(
+        self, call: Call, positions: Sequence[int], closures: Sequence[Tensor], turn: int | None
+    ) -> None:
+        """Begins to read the bits at some positions: all without a turn, or else a sample."""
         self._call, self._turn = call, turn
         self._site: Site | None = None
         self._copies: list[_Copy] = []
-        leaves, dtensor = call.leaves, dtensor_class()
-        others = call.crossing
-        if turn is not None:
-            others = tuple([at for at in others if type(leaves[at]) is not dtensor])
+        dtensor = dtensor_class()
         self._places: list[int] = []
         self._plain: list[Tensor] = []
-        for position in others:
-            x: Any = base_of(leaves[position])
+        for position in positions:
+            x: Any = base_of(call.leaves[position])
             if isinstance(x, dtensor):
                 copy = None if turn else _copy_of(position, x)
                 self._copies += [] if copy is None else [copy]

@@ -204,7 +204,7 @@ def in_another_form(which: str) -> str:
 def test_ranks_that_compare_in_other_ways_are_named(gloo: Gloo) -> None:
     """Shows that hashes never travel in the place of the body's numbers."""
     for which, one, two in (
-        ("a DTensor", "x: a plain tensor", "x: a DTensor, or without data"),
+        ("a DTensor", "values: a sample, 2", "values: all bits"),
         ("0", "values: a sample, 2", "its end"),
         ("1", "values: a sample, 2", "values: all bits"),
     ):
