@@ -299,23 +299,6 @@ def test_a_loop_that_means_something_else_on_one_device_is_refused(body: Body) -
     refuse(body, 2)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        later_ones_added_without_gradient,
-        numbered,
-        decayed,
-        later_ones_twice,
-        times_a_counter,
-        own_numbers,
-        dropped,
-        the_first,
-    ],
-)
-def test_a_loop_of_one_item_a_rank_is_not_taken_for_one_over_all(body: Body) -> None:
-    refuse(body, 4)
-
-
 def refuse(body: Body, size: int) -> None:
     """Requires that a body is refused."""
     mesh = make_mesh((size,), ("ep",), kind="abstract")

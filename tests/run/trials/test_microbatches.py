@@ -16,7 +16,6 @@ from shardmap_torch import (
     ShardTypeError,
     all_gather,
     all_reduce,
-    axis_index,
     check_program,
     convert,
     make_mesh,
@@ -445,57 +444,6 @@ def test_a_gradient_that_ends_in_one_microbatch_only_is_refused(where: str) -> N
     else:
         with pytest.raises(ShardTypeError):
             check()
-
-
-def looked_up(table: Tensor, ids: Tensor) -> Tensor:
-    start = axis_index("tp") * table.shape[0]
-    mask = (ids >= start) & (ids < start + table.shape[0])
-    rows = table[torch.where(mask, ids - start, 0)] * mask[:, None]
-    return all_reduce(rows, "tp", dst=I)
-
-
-def lookups(table: Tensor, ids: Tensor) -> Tensor:
-    return torch.cat([looked_up(table, part) for part in ids.chunk(2)])
-
-
-def one_lookup(table: Tensor, ids: Tensor) -> Tensor:
-    return looked_up(table, ids.chunk(2)[0])
-
-
-def products(table: Tensor, x: Tensor) -> Tensor:
-    return torch.cat([all_reduce(part @ table, "tp", dst=I) for part in x.chunk(2)])
-
-
-def one_product(table: Tensor, x: Tensor) -> Tensor:
-    return all_reduce(x.chunk(2)[0] @ table, "tp", dst=I)
-
-
-Product = Callable[[Tensor, Tensor], Tensor]
-IDS: Final = torch.tensor([5, 0, 3, 1, 2, 7, 6, 4])
-TABLE: Final = torch.randn(8, 3, dtype=torch.float64)
-BY_AXIS: Final = {"dp": "global", "tp": "local"}
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "x", "spec", "check"),
-    [
-        (lookups, one_lookup, IDS, P("dp"), "global"),
-        (products, one_product, torch.randn(8, 8, dtype=torch.float64), P("dp", "tp"), BY_AXIS),
-    ],
-)
-def test_microbatches_stay_what_they_are_in_lookups_and_over_other_axes(
-    right: Product, wrong: Product, x: Tensor, spec: P, check: Any
-) -> None:
-    def mapped(step: Product, sizes: tuple[int, int]) -> Tensor:
-        mesh = make_mesh(sizes, ("dp", "tp"), kind="simulated", simulate="ranks")
-        found: Tensor = shard_map(
-            step, mesh=mesh, in_specs=(P("tp"), spec), out_specs=P("dp"), check=check
-        )(TABLE, x)
-        return found
-
-    torch.testing.assert_close(mapped(right, (2, 2)), mapped(right, (1, 1)))
-    with pytest.raises(ShardTypeError, match="is not what it is on one device"):
-        mapped(wrong, (2, 2))
 
 
 @pytest.mark.parametrize("is_right", [True, False])

@@ -115,13 +115,6 @@ def with_epsilon(x: Tensor) -> Tensor:
     return e / (total(e) + 1e-6)
 
 
-def hooked(x: Tensor) -> Tensor:
-    e = torch.exp(x - largest(x))
-    if e.requires_grad:
-        e.register_hook(lambda grad: 2 * grad)
-    return e / total(e)
-
-
 def written(x: Tensor) -> Tensor:
     e = torch.exp(x - largest(x))
     return e.clone().add_(1) / total(e)
