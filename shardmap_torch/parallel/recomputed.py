@@ -11,7 +11,6 @@ from threading import local
 from types import CellType, FunctionType, MethodType
 from typing import Any, Final
 
-import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -54,7 +53,9 @@ def _dispatch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _by_torch() -> Callable[..., Any]:
-    return torch._dynamo.disable(_TORCH, wrapping=False)  # type: ignore[no-any-return]
+    from shardmap_torch.core.torch_private.dynamo import disable  # importing it takes a second
+
+    return disable(_TORCH, wrapping=False)  # type: ignore[no-any-return]
 
 
 # `torch._disable_dynamo` keeps there what calls of the function run.

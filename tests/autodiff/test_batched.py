@@ -109,10 +109,11 @@ BY_AUTOGRAD = (
     (of_each_rank, "w"),
     (of_what_is_equal, "xws"),
     (gathered_weight, "w"),
+    (recomputed, "xws"),
 )
 """Losses and what they can be differentiated by."""
 
-BY_TRANSFORM = ((kept_by_one_rank, "w"), (recomputed, "ws"), (rounded, "w"), (nested, "w"))
+BY_TRANSFORM = ((kept_by_one_rank, "w"), (rounded, "w"), (nested, "w"))
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -16,12 +16,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.nn import functional as differentiable
 
 from shardmap_torch.checker.ir.own_functions import rejects_transforms
 from shardmap_torch.collectives.scope import current_scope, scope_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
+from shardmap_torch.core.torch_private.engine import differentiable_collectives as differentiable
 from shardmap_torch.errors import ShardMapError, ShardTypeError
 from shardmap_torch.ops.groups import FUNCTIONAL, AxisGroup, group_axes
 

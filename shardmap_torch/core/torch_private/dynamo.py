@@ -5,6 +5,7 @@ from typing import NoReturn
 from shardmap_torch.core.torch_private.names import DYNAMO, unsupported
 
 try:
+    from torch._dynamo import disable
     from torch._dynamo.exc import Unsupported
 except ImportError as error:
     raise unsupported(DYNAMO) from error
@@ -22,4 +23,4 @@ def give_up(error: Exception) -> NoReturn:
     raise raised from None
 
 
-__all__ = ("Unsupported", "give_up")
+__all__ = ("Unsupported", "disable", "give_up")

@@ -45,6 +45,7 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_mode
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.distributed import distributed_c10d
+from torch.distributed.nn import functional as differentiable_collectives
 from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -225,6 +226,7 @@ __all__ = (
     "custom_function_call",
     "default_store",
     "dict_version",
+    "differentiable_collectives",
     "disable_current_modes",
     "dispatch_mode_stack",
     "finish_inplace_view",

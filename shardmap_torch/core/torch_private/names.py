@@ -47,6 +47,15 @@ _TRANSFORMS: Final = "torch.func transforms in and around a body"
 _PROCESSES: Final = "meshes of processes"
 
 ENGINE: Final[Sequence[PrivateName]] = (
+    *_rows(
+        "bodies that call torch.distributed.nn.functional",
+        "torch.distributed.nn.functional",
+        "_AllGather",
+        "_AllReduce",
+        "_AlltoAll",
+        "_AlltoAllSingle",
+        "_Reduce_Scatter",
+    ),
     *_rows(_MODES, "torch._C", "DisableTorchFunction", "_DisableTorchDispatch"),
     *_rows(_MODES, "torch._C", "_set_grad_enabled", "_set_throw_on_mutable_data_ptr"),
     *_rows(_MODES, "torch", "Tensor._is_zerotensor", "Tensor._make_subclass", "_make_dual"),
@@ -176,8 +185,9 @@ SYMBOLS: Final[Sequence[PrivateName]] = _rows(
 )
 """Names that symbolic sizes need: without them each signature is checked by itself."""
 
-DYNAMO: Final[Sequence[PrivateName]] = _rows(
-    "errors while torch.compile traces", "torch._dynamo.exc", "Unsupported"
+DYNAMO: Final[Sequence[PrivateName]] = (
+    *_rows("errors while torch.compile traces", "torch._dynamo.exc", "Unsupported"),
+    *_rows("torch.utils.checkpoint beside parallelized modules", "torch._dynamo", "disable"),
 )
 """Names that torch.compile needs: what it refuses raises an UnsupportedTorchError instead."""
 

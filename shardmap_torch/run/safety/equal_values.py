@@ -225,7 +225,8 @@ def _copy_of(position: int, x: Any) -> _Copy | None:
     names = on.mesh_dim_names or range(on.ndim)
     shard = ", ".join(f"{names[dim]}={place[dim]}" for dim in dims)
     what = f"{show_shape(x.dtype, x.shape)}, placed {x.placements}"
-    return _Copy(position, x.to_local().detach(), dims, index, num_shards, what, shard)
+    # Its method would differentiate, which transforms of torch.func refuse.
+    return _Copy(position, x._local_tensor.detach(), dims, index, num_shards, what, shard)
 
 
 def _has_bits(x: Tensor) -> bool:
