@@ -209,7 +209,7 @@ def pipeline_value_and_grad(
         >>> step(torch.tensor([2.0, 3.0]), torch.ones(4, 1))[:2]
         (tensor(20.), tensor([12.,  8.]))
     """
-    if x.shape[:1] != targets.shape[:1] or not x.shape[0]:
+    if x.shape[:1] != targets.shape[:1] or not x.ndim or not x.shape[0]:
         raise LayerError(
             "pipeline_value_and_grad: x and targets have one leading dimension for microbatches, "
             f"not {list(x.shape)} and {list(targets.shape)}."

@@ -150,6 +150,11 @@ def test_the_region_keeps_its_promise() -> None:
             "not [5, 4, 3] and [2, 4, 3].",
         ),
         (
+            lambda w, x: pipeline_value_and_grad(stage, loss, w, x.sum(), x.sum(), "pp"),
+            "pipeline_value_and_grad: x and targets have one leading dimension for microbatches, "
+            "not [] and [].",
+        ),
+        (
             lambda w, x: pipeline_value_and_grad(one_row, loss, w, x, x, "pp"),
             "pipeline_value_and_grad: the stage turns [4, 3] into [1, 3], which the next rank "
             "cannot take.",
