@@ -202,3 +202,13 @@ def of_processes() -> None:
 @pytest.mark.slow
 def test_a_mesh_of_processes(gloo: Gloo) -> None:
     gloo(2).run(of_processes)
+
+
+def makes_a_group_after_one_of_its_own() -> tuple[str, ...]:
+    DeviceMesh("cpu", [0], mesh_dim_names=("alone",))
+    mesh = make_mesh((1, 2), ("dp", "tp"), timeout=10)
+    return tuple(dist.get_process_group_ranks(mesh.group(("dp", "tp"))))
+
+
+def test_a_group_of_all_ranks_is_made_where_one_has_made_more_groups(gloo: Gloo) -> None:
+    assert gloo(2).run(makes_a_group_after_one_of_its_own) == [(0, 1), (0, 1)]

@@ -305,11 +305,15 @@ class Mesh(Grid):
         named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
         limit = shortest_timeout([group for group in named if group is not None])
 
+        # A group that its members make among themselves is named by how many groups each has,
+        # which differs where some have made one for themselves; one of all ranks need not be.
+        is_local = len(members) < dist.get_world_size()
+
         def make() -> dist.ProcessGroup:
             group = dist.new_group(
                 members,
                 timeout=limit,
-                use_local_synchronization=True,
+                use_local_synchronization=is_local,
                 group_desc=f"{axes} {purpose}",
             )
             assert isinstance(group, dist.ProcessGroup)  # this rank is a member
