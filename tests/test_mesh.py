@@ -204,7 +204,7 @@ def test_a_mesh_of_processes(gloo: Gloo) -> None:
     gloo(2).run(of_processes)
 
 
-def makes_a_group_after_one_of_its_own() -> tuple[str, ...]:
+def makes_a_group_after_one_of_its_own() -> tuple[int, ...]:
     DeviceMesh("cpu", [0], mesh_dim_names=("alone",))
     mesh = make_mesh((1, 2), ("dp", "tp"), timeout=10)
     return tuple(dist.get_process_group_ranks(mesh.group(("dp", "tp"))))
