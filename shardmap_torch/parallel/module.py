@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError, show, show_shape
@@ -91,8 +92,8 @@ def parallelize(
         out_specs: the same for the outputs, which are then DTensors unless they are replicated.
         check: strictness of the checker. "global": the program is that of the module on one device.
             "local": only that gradients are right, for code that is per-rank by nature.
-        src_data_rank: the rank along the axis whose parameters and buffers are kept; None keeps
-            each rank's own, without communication.
+        src_data_rank: the rank along the axis whose parameters and buffers are kept; None takes
+            each rank's own, of which a sample must be equal on all ranks.
 
     Raises:
         SpecError: names all entries that match no module, modules that a style does not know, and
@@ -128,7 +129,8 @@ def parallelize(
         return resolved
 
     remake = partial(make_plan, module, on, styles, over, is_carried=plan is None)
-    resolved = compared("parallelize", on, remake, partial(_described, module), place)
+    describe = partial(_described, module, src_data_rank)
+    resolved = compared("parallelize", on, remake, describe, place)
     call = _ParallelCall(module, on, resolved, in_specs, out_specs, check, remake)
     vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on
     if on.kind in PROCESS_KINDS:
@@ -358,10 +360,11 @@ def _reject_units(module: nn.Module) -> None:
             )
 
 
-def _described(module: nn.Module, plan: Plan) -> Iterator[str]:
+def _described(module: nn.Module, src_data_rank: int | None, plan: Plan) -> Iterator[str]:
     """Describes what is placed, by lines that are equal where ranks place alike."""
     for name, x in module.named_parameters():
-        yield f"  {name}: {show_shape(x.dtype, x.shape)}, {plan.specs[name]!r}"
+        own = "" if src_data_rank is not None else f", hash {sampled_hash(x)}"
+        yield f"  {name}: {show_shape(x.dtype, x.shape)}, {plan.specs[name]!r}{own}"
 
 
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:

@@ -144,6 +144,8 @@ def places_and_gathers() -> list[str]:
     double = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
     x = torch.arange(8.0)
     one, two = double(x), double(x + 1)
+    linear = nn.Linear(4, 4)
+    nn.init.constant_(linear.weight, rank)
     calls: list[Callable[[], object]] = [
         lambda: device_put(x + rank, mesh, P("i")),
         lambda: device_put(x.view(4, 2), mesh, P("i") if rank == 0 else P(None, "i")),
@@ -151,6 +153,7 @@ def places_and_gathers() -> list[str]:
         lambda: full((one, two)[rank]),
         lambda: full(one) if rank == 0 else double(x),
         lambda: parallelize(nn.Linear(4, 4), mesh, (ColwiseParallel, RowwiseParallel)[rank]()),
+        lambda: parallelize(linear, mesh, ColwiseParallel(), src_data_rank=None),
     ]
     errors = []
     for call in calls:
@@ -166,7 +169,7 @@ def test_placing_and_gathering_are_compared_before_they_begin(gloo: Gloo) -> Non
     first, second = gloo(2).run(places_and_gathers)
     told = "processes run different programs"  # after the name of the rank's own function
     assert [e.partition(told)[2] for e in first] == [e.partition(told)[2] for e in second]
-    values, specs, wrong, order, others, plans = first
+    values, specs, wrong, order, others, plans, weights = first
     assert "rank 0: tree: float32[8], hash " in values
     assert "rank 1: tree: float32[4, 2], hash " in specs
     assert "P(None, 'i')" in specs
@@ -178,3 +181,4 @@ def test_placing_and_gathering_are_compared_before_they_begin(gloo: Gloo) -> Non
         "rank 0: weight: float32[4, 4], P('i')\n  rank 1: weight: float32[4, 4], P(None, 'i')"
         in plans
     )
+    assert "rank 0: weight: float32[4, 4], P('i'), hash " in weights
