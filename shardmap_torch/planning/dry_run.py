@@ -18,6 +18,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardmap_torch.backends.rank import RankBackend, on_one_rank
 from shardmap_torch.boundary.call import Call, run_body
+from shardmap_torch.checker.ir.fake_results import (
+    Key,
+    fake_mode,
+    forget_written,
+    look_up,
+    run_fake,
+)
+from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site, call_site
@@ -33,6 +41,7 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import TransformError, show
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.spec import P
 
 ARGUMENT: Final = "arguments"
@@ -139,7 +148,8 @@ def dry_run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         raise TransformError(f"estimate takes a shard_mapped function, not {show(f)}.")
     call = ask(args, kwargs)
     run = DryRun(call.name, call.mesh)
-    with FakeTensorMode(allow_non_fake_inputs=True), Tape(run) as tape:
+    fake = fake_mode()
+    with postponing_full_collections(), fake, Tape(run, fake) as tape:
         local = [_shard(call, position) for position in call.crossing]
         tape.hold(local)
         try:
@@ -200,9 +210,11 @@ class _Dry(RankBackend):
 class Tape(TorchDispatchMode):
     """Dispatch mode that records the operations of a run, and the storages that they make."""
 
-    def __init__(self, run: DryRun) -> None:
+    def __init__(self, run: DryRun, fake: FakeTensorMode | None = None) -> None:
+        """Starts without steps; `fake` is the mode of tensors without data."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.run = run
+        self.run, self._fake = run, fake
+        self._costs: dict[Key, _Cost] = {}
         self._known: dict[int, ref[torch.UntypedStorage]] = {}
         self._sites: dict[int, Site | None] = {}
 
@@ -214,23 +226,31 @@ class Tape(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Runs an operation, and records it."""
+        if func is _DEVICE and self._fake is not None:  # autograd asks more often than it computes
+            return args[0].fake_device
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func.namespace == "prim":  # asks for the device of a fake tensor
-            return out
+        out, cost = self._run(func, args, kwargs)
         self._sites.setdefault(sequence_number() - 1, call_site())
-        results = [x for x in flatten(out)[0] if isinstance(x, Tensor)]
-        operands = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        name = func._schema.name.removeprefix("aten::")
-        made = self._blocks(results, name)
-        if (made and "empty" not in name) or func._schema.is_mutable:
-            self.step(
-                name,
-                flops=_flops(func, args, kwargs, out),
-                traffic=sum(map(_nbytes, [*operands, *results])),
-                dtype=results[0].dtype if results else torch.float32,
-            )
+        made = self._blocks([*tensors_of(out)], cost.name)
+        if (made and not cost.is_free) or func._schema.is_mutable:
+            self.step(cost.name, flops=cost.flops, traffic=cost.traffic, dtype=cost.dtype)
         return out
+
+    def _run(self, func: OpOverload, args: Any, kwargs: Any) -> tuple[Any, "_Cost"]:
+        """Runs an operation, or repeats what is known of an equal one, as layers have many."""
+        fake = self._fake
+        call = None if fake is None else look_up(fake, func, args, kwargs)
+        if fake is None:
+            out = func(*args, **kwargs)
+        else:
+            out = run_fake(fake, call, func, args, kwargs)
+            forget_written(func, args, kwargs)
+        if call is None:
+            return out, _Cost.of(func, args, kwargs, out)
+        cost = self._costs.get(call.key)
+        if cost is None:
+            cost = self._costs[call.key] = _Cost.of(func, args, kwargs, out)
+        return out, cost
 
     def hold(self, arguments: Sequence[Tensor]) -> None:
         """Records what the caller has, and the call cannot free."""
@@ -289,6 +309,8 @@ class Tape(TorchDispatchMode):
         block.died = len(self.run.steps) + 1
 
 
+_DEVICE: Final = torch.ops.prim.device.default
+
 _HOPS: Final[Mapping[str, Callable[[int], int]]] = {
     "0": lambda n: 0,
     "1": lambda n: 1,
@@ -299,9 +321,34 @@ _HOPS: Final[Mapping[str, Callable[[int], int]]] = {
 """Messages one after the other, of rings, by what a row of the table sends."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What an operation costs, which follows from the shapes, strides and dtypes in its call."""
+
+    name: str
+    flops: int
+    traffic: int
+    dtype: torch.dtype
+    is_free: bool
+
+    @classmethod
+    def of(cls, func: OpOverload, args: Any, kwargs: Any, out: Any) -> "_Cost":
+        results = [*tensors_of(out)]
+        operands = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        name = func._schema.name.removeprefix("aten::")
+        return cls(
+            name,
+            _flops(func, args, kwargs, out),
+            sum(map(_nbytes, [*operands, *results])),
+            results[0].dtype if results else torch.float32,
+            is_free="empty" in name,
+        )
+
+
 def _nbytes(x: Tensor) -> int:
     """Counts the bytes of a tensor that are in memory: those of an expanded one only once."""
-    return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
+    sizes = [size for size, step in zip(x.shape, x.stride(), strict=True) if step]
+    return prod(sizes) * x.itemsize if x.numel() else 0
 
 
 _ATTENTION: Final[Mapping[str, Callable[..., int]]] = {

@@ -14,6 +14,7 @@ from examples.gpt.step import sharded_step
 from shardmap_torch import Mesh, P, device_put, make_mesh
 from shardmap_torch.backends.traffic import counting_bytes
 from shardmap_torch.mesh.mesh import Kind
+from shardmap_torch.planning import dry_run as dry_run_module
 from shardmap_torch.planning.dry_run import DryRun, Tape, dry_run
 from tests.support.pool import Gloo
 
@@ -73,3 +74,15 @@ def test_memory_flops_and_bytes_are_those_of_a_run_on_processes(choice: str, glo
     assert sum(each.sent for each in found.steps) == sent
     # gloo copies what it gathers ahead of time, and what goes from one rank to another.
     assert max(found.live()) == pytest.approx(peak, rel=0.04)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_operations_that_are_not_run_again_are_what_they_would_be(
+    choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, args, _ = step_of(mesh_of(choice, "abstract"), choice)
+    found = dry_run(step, args, {})
+    monkeypatch.setattr(dry_run_module, "look_up", lambda *_: None)
+    again = dry_run(step, args, {})
+    assert found.steps == again.steps
+    assert found.live() == again.live()
