@@ -99,6 +99,7 @@ def _add_best_mesh(commands: Any) -> None:
     add("--ranks", required=True, type=int, help="the number of ranks")
     add("--axes", required=True, metavar="dp,tp", help="names of the axes of the mesh")
     add("--hardware", required=True, metavar="H100|FILE.toml", help=_HARDWARE)
+    add("--processes", type=int, default=1, help="how many estimate at a time")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -151,7 +152,9 @@ def _estimate(
 def _rank(options: argparse.Namespace, build: Callable[..., Any]) -> int:
     hardware, axes = _read_hardware(options.hardware), options.axes.split(",")
     try:
-        found = best_mesh(build, options.ranks, axes=axes, hardware=hardware)
+        found = best_mesh(
+            build, options.ranks, axes=axes, hardware=hardware, processes=options.processes
+        )
     except ShardMapError as error:
         raise UsageError(str(error)) from None
     print(json.dumps(found.to_json(), indent=2) if options.json else found)

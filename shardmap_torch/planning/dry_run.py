@@ -43,6 +43,7 @@ from shardmap_torch.errors import TransformError, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.spec import P
+from shardmap_torch.transform import Dry
 
 ARGUMENT: Final = "arguments"
 """Owner of the storages that the caller holds during the call."""
@@ -143,10 +144,21 @@ def dry_run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         ShardTypeError: the program is not well-typed.
         TransformError: it is no mapped function, or the body asks for the value of a tensor.
     """
-    ask: Callable[..., Call] | None = getattr(f, "_shardmap_checked_call", None)
+    return run_dry(checked(f, args, kwargs).call)
+
+
+def checked(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], alike: Dry | None = None
+) -> Dry:
+    """Returns a checked call; one like a call that was checked, if given, is not checked again."""
+    ask: Callable[..., Dry] | None = getattr(f, "_shardmap_checked_call", None)
     if ask is None:
         raise TransformError(f"estimate takes a shard_mapped function, not {show(f)}.")
-    call = ask(args, kwargs)
+    return ask(args, kwargs, alike)
+
+
+def run_dry(call: Call) -> DryRun:
+    """Runs the first rank of a checked call on tensors without data."""
     run = DryRun(call.name, call.mesh)
     fake = fake_mode()
     with postponing_full_collections(), fake, Tape(run, fake) as tape:

@@ -16,7 +16,13 @@ import torch
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.cache_key import CapturedState, Signature, signature, split
-from shardmap_torch.checker.guards.monitor import Departure, Difference, DryMonitor
+from shardmap_torch.checker.guards.monitor import (
+    Departure,
+    Difference,
+    DryMonitor,
+    ResizedMonitor,
+    depart,
+)
 from shardmap_torch.checker.interpreter.interpreter import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
@@ -201,8 +207,14 @@ class Checked:
         refusal = verdict.refusal
         return found if refusal is None else differentiated_once(call, found, refusal)
 
-    def without_data(self, call: Call, verdict: Verdict) -> Call:
-        """Returns the call as it was checked, for a run without data."""
+    def without_data(self, call: Call, verdict: Verdict, resized: bool = False) -> Call:
+        """Returns the call as it was checked, for a run without data.
+
+        If `resized`, what was checked is a call of other sizes, and the run departs where it does
+        something else.
+        """
+        if resized:
+            return verdict.apply(call, depart, ResizedMonitor)
         stops = [partial(_stop_alone, call.name, why) for why in (_LATE, _CHANGING)]
         return verdict.apply(call, stops[0], partial(DryMonitor, end=stops[1]))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import I, Mesh, P, ShapeDtype, SpecError, all_reduce, shard_map
-from shardmap_torch.planning import H100, Hardware, best_mesh
+from shardmap_torch.planning import H100, Hardware, best_mesh, estimate
 
 TINY = Hardware("tiny", {torch.float32: 1e12}, 1000, 1e12)
 
@@ -35,6 +35,48 @@ def test_every_factorization_is_tried_and_the_fastest_comes_first() -> None:
     assert alone.sent == {}  # where the batch alone is sharded
 
 
+def test_figures_are_those_of_each_step_alone_on_one_process_and_on_two() -> None:
+    alone = best_mesh(build, 8, axes=("dp", "tp"), hardware=H100)
+    for candidate in alone.candidates:
+        step, args = build(candidate.mesh)
+        assert candidate.figures == estimate(step, *args, hardware=H100).to_json()
+    together = best_mesh(build, 8, axes=("dp", "tp"), hardware=H100, processes=2)
+    assert together.to_json() == alone.to_json()
+
+
+def sends_more_on_many(mesh: Mesh) -> tuple[Any, tuple[ShapeDtype, ...]]:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.sum(), ("dp", "tp"), dst=I)
+        return total + all_reduce(x.sum(), ("dp", "tp"), dst=I) if mesh.shape["tp"] > 2 else total
+
+    step = shard_map(body, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P())
+    return step, (ShapeDtype((1024,)),)
+
+
+def test_a_step_that_sends_something_else_is_checked_and_estimated_by_itself() -> None:
+    ranking = best_mesh(sends_more_on_many, 8, axes=("dp", "tp"), hardware=H100)
+    assert len(ranking.candidates) == 4
+    for candidate in ranking.candidates:
+        step, args = sends_more_on_many(candidate.mesh)
+        assert candidate.figures == estimate(step, *args, hardware=H100).to_json()
+
+
+def wrong_on_many(mesh: Mesh) -> tuple[Any, tuple[ShapeDtype, ...]]:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.sum(), ("dp", "tp"), dst=I)
+        return total + x[0] if mesh.shape["dp"] > 4 else total.exp().exp().exp()
+
+    step = shard_map(body, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P())
+    return step, (ShapeDtype((1024,)),)
+
+
+def test_a_wrong_step_is_not_the_best() -> None:
+    ranking = best_mesh(wrong_on_many, 8, axes=("dp", "tp"), hardware=H100)
+    *right, wrong = ranking.candidates
+    assert {candidate.mesh.axis_sizes for candidate in right} == {(1, 8), (2, 4), (4, 2)}
+    assert wrong.why == "body: the result does not match out_specs:"
+
+
 def test_what_does_not_divide_is_listed_with_its_reason() -> None:
     ranking = best_mesh(build, 3, axes=("dp", "tp"), hardware=H100)
     assert [candidate.why for candidate in ranking.candidates] == [
@@ -48,7 +90,7 @@ def test_what_does_not_divide_is_listed_with_its_reason() -> None:
 
 def test_what_does_not_fit_comes_after_what_does() -> None:
     ranking = best_mesh(build, 2, axes=("dp", "tp"), hardware=TINY)
-    assert all(not c.estimate.fits for c in ranking.candidates if c.estimate is not None)
+    assert [c.figures is not None and c.figures["fits"] for c in ranking.candidates] == [False] * 2
     assert "(does not fit)" in str(ranking)
 
 
@@ -56,3 +98,6 @@ def test_a_number_of_ranks_is_positive() -> None:
     with pytest.raises(SpecError) as error:
         best_mesh(build, 0, axes=("dp",), hardware=H100)
     assert str(error.value) == "best_mesh takes a number of ranks and axes, not 0."
+    with pytest.raises(SpecError) as error:
+        best_mesh(build, 2, axes=("dp",), hardware=H100, processes=0)
+    assert str(error.value) == "best_mesh takes a positive number of processes, not 0."

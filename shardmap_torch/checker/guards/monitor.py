@@ -59,6 +59,11 @@ class CheckedStep:
     crossing: Crossing = field(default_factory=Crossing)
     issued: object = None
 
+    @property
+    def num_dims(self) -> int:
+        """Counts the dims of its operand; 0 without one."""
+        return len(self.shape or ())
+
     def then(self, what: object, x: Tensor | None) -> "CheckedStep":
         """Returns the step after this one, as a new branch if no earlier path has it."""
         for step in self.next:
@@ -269,6 +274,20 @@ class DryMonitor(RunMonitor):
     """Monitor of a run without data."""
 
     has_data = False
+
+
+class ResizedMonitor(DryMonitor):
+    """Monitor of a run without data, of other sizes than those that were checked."""
+
+    def on_operation(self, what: object, x: Tensor | None) -> None:
+        """Goes to the step that is equal but for sizes, or calls `end`."""
+        for step in self._at.next:
+            if step.what == what and (
+                x is None or (x.dtype, x.ndim) == (step.dtype, step.num_dims)
+            ):
+                self._at = step
+                return
+        super().on_operation(what, x)
 
 
 def _same_code(kind: Hashable, other: Hashable) -> bool:
