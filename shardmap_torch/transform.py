@@ -222,7 +222,9 @@ def shard_map(
     # `check_program` and its like call the checker by this.
     mapped._shardmap_verdict = body.verdict_on  # type: ignore[attr-defined]
     mapped._shardmap_call = body.call  # type: ignore[attr-defined]
-    mapped._shardmap_checked_call = body.checked_call  # type: ignore[attr-defined]
+    # `planning` calls these.
+    mapped._shardmap_shapes = body.shapes_call  # type: ignore[attr-defined]
+    mapped._shardmap_dry = body._checked.without_data  # type: ignore[attr-defined]
     return mapped
 
 
@@ -448,20 +450,10 @@ class _Body:
                 if not self._lifts(error):
                     raise
 
-    def checked_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], alike: "Dry | None" = None
-    ) -> "Dry":
-        """Returns a call for a run on tensors without data, with what a check of it has found.
-
-        Nothing is checked if `alike` was, a call of the same specs and other sizes; the run then
-        departs where it does something else than that.
-        """
+    def shapes_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Returns a call on tensors without data that is neither checked nor run."""
         args, kwargs = stand_ins((args, kwargs))
-        given = self._call(None, args, kwargs, infers=True, runs=False)
-        resized = alike is not None and alike.has_specs_of(given)
-        verdict = alike.verdict if alike and resized else self.verdict_on(args, kwargs)
-        call = self._call(None, args, kwargs, infers=True, runs=False)
-        return Dry(given, self._checked.without_data(call, verdict, resized), verdict, resized)
+        return self._call(None, args, kwargs, infers=True, runs=False)
 
     def call(self, args: tuple[Any, ...]) -> Call:
         """Returns a call that is neither checked nor run."""
@@ -572,30 +564,6 @@ class _Body:
             self._out_matches,
             lifts=self._cells_to_lift,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Dry:
-    """A call for a run without data.
-
-    Attributes:
-        given: the call as the caller writes it.
-        call: with every axis typed.
-        verdict: what a check has found, of this call or of one like it.
-        resized: whether it was one like it.
-    """
-
-    given: Call
-    call: Call
-    verdict: Verdict
-    resized: bool
-
-    def has_specs_of(self, other: Call) -> bool:
-        """Returns whether another call differs in sizes only, as far as its arguments show."""
-        mine, theirs = self.given, other
-        return (mine.match.paths, mine.match.specs, mine.out_specs, mine.mesh.axis_names) == (
-            theirs.match.paths, theirs.match.specs, theirs.out_specs, theirs.mesh.axis_names,
-        )  # fmt: skip
 
 
 _HIDDEN: Final = "~closed over"

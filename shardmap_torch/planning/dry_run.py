@@ -26,6 +26,7 @@ from shardmap_torch.checker.ir.fake_results import (
     run_fake,
 )
 from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site, call_site
@@ -43,7 +44,6 @@ from shardmap_torch.errors import TransformError, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.spec import P
-from shardmap_torch.transform import Dry
 
 ARGUMENT: Final = "arguments"
 """Owner of the storages that the caller holds during the call."""
@@ -147,14 +147,48 @@ def dry_run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     return run_dry(checked(f, args, kwargs).call)
 
 
+@dataclass(frozen=True, eq=False)
+class Dry:
+    """A call for a run without data.
+
+    Attributes:
+        given: the call as the caller writes it.
+        call: with every axis typed.
+        verdict: what a check has found, of this call or of one like it.
+        resized: whether it was one like it.
+    """
+
+    given: Call
+    call: Call
+    verdict: Verdict
+    resized: bool
+
+    def has_specs_of(self, other: Call) -> bool:
+        """Returns whether another call differs in sizes only, as far as its arguments show."""
+        mine, theirs = self.given, other
+        return (mine.match.paths, mine.match.specs, mine.out_specs, mine.mesh.axis_names) == (
+            theirs.match.paths, theirs.match.specs, theirs.out_specs, theirs.mesh.axis_names,
+        )  # fmt: skip
+
+
 def checked(
     f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], alike: Dry | None = None
 ) -> Dry:
-    """Returns a checked call; one like a call that was checked, if given, is not checked again."""
-    ask: Callable[..., Dry] | None = getattr(f, "_shardmap_checked_call", None)
-    if ask is None:
+    """Returns a checked call for a run on tensors without data.
+
+    It is not checked if `alike` was, a call of the same specs and other sizes; the run then departs
+    where it does something else than that.
+    """
+    if not hasattr(f, "_shardmap_shapes"):
         raise TransformError(f"estimate takes a shard_mapped function, not {show(f)}.")
-    return ask(args, kwargs, alike)
+    given = f._shardmap_shapes(args, kwargs)
+    resized = alike is not None and alike.has_specs_of(given)
+    if alike is not None and resized:
+        verdict, call = alike.verdict, given
+    else:  # after a check, which may make arguments of tensors that the body closes over
+        verdict = f._shardmap_verdict(args, kwargs)  # type: ignore[attr-defined]
+        call = f._shardmap_shapes(args, kwargs)
+    return Dry(given, f._shardmap_dry(call, verdict, resized), verdict, resized)  # type: ignore[attr-defined]
 
 
 def run_dry(call: Call) -> DryRun:
