@@ -369,7 +369,7 @@ _HOPS: Final[Mapping[str, Callable[[int], int]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """What an operation costs, which follows from the shapes, strides and dtypes in its call."""
+    """Costs of an operation, which follow from the shapes, strides and dtypes in its call."""
 
     name: str
     flops: int
@@ -379,6 +379,7 @@ class _Cost:
 
     @classmethod
     def of(cls, func: OpOverload, args: Any, kwargs: Any, out: Any) -> "_Cost":
+        """Counts those of one call."""
         results = [*tensors_of(out)]
         operands = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         name = func._schema.name.removeprefix("aten::")
