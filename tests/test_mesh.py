@@ -204,11 +204,23 @@ def test_a_mesh_of_processes(gloo: Gloo) -> None:
     gloo(2).run(of_processes)
 
 
-def makes_a_group_after_one_of_its_own() -> tuple[int, ...]:
+def makes_groups_after_one_of_its_own() -> list[float]:
+    """Makes groups of all ranks, of some, and of one axis, where rank 0 has made more groups."""
     DeviceMesh("cpu", [0], mesh_dim_names=("alone",))
-    mesh = make_mesh((1, 2), ("dp", "tp"), timeout=10)
-    return tuple(dist.get_process_group_ranks(mesh.group(("dp", "tp"))))
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    sums = []
+    for _ in range(2):
+        with make_mesh((1, 2, 2), ("a", "b", "c"), timeout=10) as mesh:
+            for axes in (("b",), ("a", "b"), ("a", "c"), ("b", "c")):
+                x = torch.tensor(float(dist.get_rank()))
+                dist.all_reduce(x, group=mesh.group(axes))
+                sums.append(x.item())
+    return sums
 
 
-def test_a_group_of_all_ranks_is_made_where_one_has_made_more_groups(gloo: Gloo) -> None:
-    assert gloo(2).run(makes_a_group_after_one_of_its_own) == [(0, 1), (0, 1)]
+def test_groups_are_made_where_one_rank_has_made_more_than_others(gloo: Gloo) -> None:
+    expected = [[2.0, 2.0, 1.0, 6.0], [4.0, 4.0, 1.0, 6.0], [2.0, 2.0, 5.0, 6.0]]
+    assert gloo(4).run(makes_groups_after_one_of_its_own) == [
+        each * 2 for each in (*expected, [4.0, 4.0, 5.0, 6.0])
+    ]

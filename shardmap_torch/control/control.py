@@ -112,6 +112,7 @@ class Control:
         self._everyone = RankGroup(CHECK, tuple(range(self.size)))
         # Other ranks may not read the addresses of an earlier control over this store.
         self._number = default_store().add(f"shardmap_torch/controls/{self.rank}", 1)
+        self._num_meshes = 0
         self._exchange = self._connected()
         status = self._progress.status
         self._board = Board(default_store(), self.rank, self.size, status, timeout)
@@ -139,6 +140,11 @@ class Control:
     def set_timeout(self, timeout: timedelta) -> None:
         """Shortens the deadline; a longer one changes nothing."""
         self.timeout = min(timeout, self.timeout)
+
+    def name_mesh(self) -> str:
+        """Returns a name for the mesh that all ranks have agreed to make, which no other has."""
+        self._num_meshes += 1
+        return f"{self._number}.{self._num_meshes}"
 
     # The calls of this rank.
 

@@ -5,16 +5,21 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import count
 from math import prod
 from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardmap_torch.control.start import current, init_process_group, start
 from shardmap_torch.control.waiting import within
-from shardmap_torch.core.torch_private.engine import group_names
+from shardmap_torch.core.torch_private.engine import (
+    default_store,
+    group_members,
+    group_names,
+    join_group,
+)
 from shardmap_torch.errors import CommunicationError, MeshError, show
 
 TORCHRUN_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -71,30 +76,17 @@ def _check_world(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         )
 
 
-def make_device_mesh(
-    device: torch.device, names: tuple[str, ...], sizes: tuple[int, ...], limit: timedelta | None
-) -> DeviceMesh:
-    """Makes a DeviceMesh within the deadline."""
-
-    def make() -> DeviceMesh:
-        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
-
-    world = dist.group.WORLD
-    assert world is not None  # it has been initialised
-    what, on_thread = f"make_mesh({sizes}, {names})", device.type == "cpu"
-    return within(limit or shortest_timeout([world]), what, make, on_thread=on_thread)
-
-
 def agree_on_layout(
     names: tuple[str, ...],
     sizes: tuple[int, ...],
     limit: timedelta | None,
     *,
     is_slice: bool = False,
-) -> None:
+) -> str:
     """Requires that all processes make the same mesh; otherwise making groups would hang.
 
-    A slice has a part of the processes, and each process makes its own.
+    A slice has a part of the processes, and each process makes its own. Returns a name of the mesh
+    which they have in common, for its groups.
 
     Raises:
         MeshError: the mesh has another number of ranks than there are processes.
@@ -119,18 +111,45 @@ def agree_on_layout(
             control.end_call()
     if problem is not None:
         raise problem
+    return f"alone {next(_ALONE)}" if control is None else control.name_mesh()
 
 
-def in_time(
-    limit: timedelta | None, what: str, make: Callable[[], dist.ProcessGroup]
+_ALONE: Final = count(1)
+
+
+def make_group(
+    name: str, members: Sequence[int], limit: timedelta | None, what: str, *, on_thread: bool
 ) -> dist.ProcessGroup:
     """Makes a group within the deadline; a member that is late breaks the run for all.
+
+    torch names a group by how many groups there are, and its members would not find one another
+    where some of them have made more groups than others.
+
+    Args:
+        name: what its members alone call it.
+        members: their numbers among all processes.
+        limit: the deadline; None is torch's default.
+        what: describes it for errors.
+        on_thread: whether it may be made on another thread, which has another CUDA device.
 
     Raises:
         CommunicationError: not all members came in time.
     """
+
+    def make() -> dist.ProcessGroup:
+        world = dist.group.WORLD
+        assert world is not None  # it has been initialised
+        position = members.index(dist.get_rank())
+        backend = dist.Backend(dist.get_backend())
+        options = {"timeout": limit, "device_id": world.bound_device_id, "group_desc": name}
+        store = default_store()
+        group, _ = join_group(len(members), position, members, backend, store, name, **options)
+        group_members()[group] = {rank: at for at, rank in enumerate(members)}
+        made: dist.ProcessGroup = group
+        return made
+
     try:
-        return within(limit, what, make)
+        return within(limit, what, make, on_thread=on_thread)
     except CommunicationError as error:
         control = current()
         if control is not None:  # the other members may have the group, and wait in it

@@ -20,7 +20,6 @@ from shardmap_torch.control.groups import (
     agree_on_layout,
     bury_groups,
     destroy_unused_groups,
-    make_device_mesh,
     read_timeout,
     shortest_timeout,
     start_process_group,
@@ -111,15 +110,31 @@ def make_mesh(
     if kind not in PROCESS_KINDS:
         return Mesh(names, sizes, kind, chosen, simulate, aliases=aliases)
     chosen = start_process_group(chosen, limit)
-    agree_on_layout(names, sizes, limit)
+    name = agree_on_layout(names, sizes, limit)
     destroy_unused_groups()
-    device_mesh = make_device_mesh(chosen, names, sizes, limit)
     layout = Mesh(names, sizes, kind, chosen, simulate, None, debug, aliases)
-    mesh = replace(layout, device_mesh=device_mesh, layout=layout)
-    handle = _with_groups(mesh, limit)
-    own = [group for group in mesh._groups.values() if group is not dist.group.WORLD]
-    mesh._state.own.extend(own)
-    return handle
+    mesh = replace(layout, device_mesh=_device_mesh(layout, name, limit), layout=layout)
+    mesh._state.own.extend(layout._state.own)
+    return _with_groups(mesh, limit, name)
+
+
+def _device_mesh(layout: Mesh, name: str, limit: timedelta | None) -> DeviceMesh:
+    """Makes a group for each axis, and torch's mesh of them."""
+    world = dist.group.WORLD
+    assert world is not None  # it has been initialised
+    assert layout.device is not None  # it has been chosen
+    layout._state.name, rank = f"axes of {name}", dist.get_rank()
+    patience = limit or shortest_timeout([world])
+    groups = [
+        world if size == layout.size else layout.make_group((axis,), "collectives", patience, rank)
+        for axis, size in layout.shape.items()
+        if axis in layout.axis_names
+    ]
+    ranks = torch.arange(layout.size, device="cpu").view(layout.axis_sizes)
+    names = layout.axis_names
+    if len(groups) == 1:
+        return DeviceMesh.from_group(world, layout.device.type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, layout.device.type, ranks, mesh_dim_names=names)
 
 
 def _with_views(
@@ -145,8 +160,9 @@ def _with_views(
     return tuple(axes), tuple(axes.values()), tuple(aliases.items())
 
 
-def _with_groups(mesh: Mesh, limit: timedelta | None) -> Mesh:
+def _with_groups(mesh: Mesh, limit: timedelta | None, name: str) -> Mesh:
     """Makes the groups of a mesh's axes, with the timeout of the default group."""
+    mesh._state.name = name
     world = dist.group.WORLD
     assert world is not None  # it has been initialised
     patience = limit or shortest_timeout([world])
@@ -228,14 +244,14 @@ def _from_device_mesh(
     if ranks != sorted(ranks):
         raise MeshError(f"The DeviceMesh's ranks {ranks} are not in row-major order.")
     is_slice = len(ranks) < dist.get_world_size()
-    agree_on_layout(tuple(own), sizes, limit, is_slice=is_slice)
+    name = agree_on_layout(tuple(own), sizes, limit, is_slice=is_slice)
     if dist.get_rank() not in ranks:
         raise MeshError(f"The DeviceMesh has the processes {ranks}, not {dist.get_rank()}.")
     device = torch.device(device_mesh.device_type)
     layout = Mesh(tuple(own), sizes, "process_group", device, simulate, None, debug)
     processes = tuple(ranks) if is_slice else ()
     mesh = replace(layout, device_mesh=device_mesh, layout=layout, processes=processes)
-    return _with_groups(mesh, limit)
+    return _with_groups(mesh, limit, name)
 
 
 class _Ambient(threading.local):

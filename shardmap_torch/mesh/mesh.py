@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardmap_torch.control.groups import destroy_groups, in_time, shortest_timeout
+from shardmap_torch.control.groups import destroy_groups, make_group, shortest_timeout
 from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import within
 from shardmap_torch.core.ambient import SCOPES
@@ -137,6 +138,7 @@ class _State:
 
     Attributes:
         closed: whether `close` has been called.
+        name: of its groups, in common with other ranks.
         epoch: number of recoveries of the run before its groups were made.
         remade: whether its groups differ from those of the DeviceMesh it was made with.
         own: the groups that were made for it.
@@ -146,6 +148,7 @@ class _State:
     """
 
     closed: bool = False
+    name: str = ""
     epoch: int = 0
     remade: bool = False
     own: list[dist.ProcessGroup] = field(default_factory=list)
@@ -301,28 +304,21 @@ class Mesh(Grid):
     ) -> dist.ProcessGroup:
         if len(axes) == 1 and purpose == "collectives" and not self._state.remade:
             return device_mesh.get_group(axes[0])
-        members = self.processes_of(self.peers(axes, self.coordinates(self.rank)))
         named = (dist.group.WORLD, *map(device_mesh.get_group, axes))
         limit = shortest_timeout([group for group in named if group is not None])
+        return self.make_group(axes, purpose, limit, self.rank)
 
-        # A group that its members make among themselves is named by how many groups each has,
-        # which differs where some have made one for themselves; one of all ranks need not be.
-        is_local = len(members) < dist.get_world_size()
-
-        def make() -> dist.ProcessGroup:
-            group = dist.new_group(
-                members,
-                timeout=limit,
-                use_local_synchronization=is_local,
-                group_desc=f"{axes} {purpose}",
-            )
-            assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-            self._state.own.append(group)
-            return group
-
-        if device_mesh.device_type != "cpu":  # the device is one of this thread
-            return make()
-        return in_time(limit, f"Making the group of {axes} on the {self}", make)
+    def make_group(
+        self, axes: tuple[str, ...], purpose: str, limit: timedelta | None, rank: int
+    ) -> dist.ProcessGroup:
+        """Makes the group of a rank of this process along `axes`."""
+        state, members = self._state, self.processes_of(self.peers(axes, self.coordinates(rank)))
+        name = f"shardmap {state.name}.{state.epoch} {purpose} {'&'.join(axes)} {members[0]}"
+        is_cpu = self.device is not None and self.device.type == "cpu"
+        what = f"Making the group of {axes} on the {self}"
+        group = make_group(name, members, limit, what, on_thread=is_cpu)
+        state.own.append(group)
+        return group
 
     def recover(self) -> None:
         """Recovers from an error of communication: all ranks agree, and make new groups.

@@ -67,6 +67,7 @@ GLOBAL_MODULE_HOOKS: Final[tuple[dict[int, Any], ...]] = (
     modules._global_backward_pre_hooks,
 )
 default_store: Final = distributed_c10d._get_default_store
+join_group: Final = distributed_c10d._new_process_group_helper
 
 
 def forward_level() -> int:
@@ -89,6 +90,11 @@ def is_vmapped_by_autograd() -> bool:
 def group_names() -> Any:
     """Returns torch's table from process groups to their names."""
     return distributed_c10d._world.pg_names
+
+
+def group_members() -> Any:
+    """Returns torch's table from process groups to the ranks in them, by those of all processes."""
+    return distributed_c10d._world.pg_group_ranks
 
 
 class Identities:
@@ -235,9 +241,11 @@ __all__ = (
     "functorch",
     "fused_adamw_",
     "gradient_of_transform",
+    "group_members",
     "group_names",
     "has_kernel",
     "is_vmapped_by_autograd",
+    "join_group",
     "lazy_load_decompositions",
     "leave_uncompiled",
     "make_dual",

@@ -152,6 +152,7 @@ ENGINE: Final[Sequence[PrivateName]] = (
         _PROCESSES,
         "torch.distributed.distributed_c10d",
         "_get_default_store",
+        "_new_process_group_helper",
         "_set_pg_timeout",
         "_world",
     ),
