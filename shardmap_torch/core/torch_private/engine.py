@@ -67,7 +67,7 @@ GLOBAL_MODULE_HOOKS: Final[tuple[dict[int, Any], ...]] = (
     modules._global_backward_pre_hooks,
 )
 default_store: Final = distributed_c10d._get_default_store
-join_group: Final = distributed_c10d._new_process_group_helper
+join_group: Final[Callable[..., Any]] = distributed_c10d._new_process_group_helper
 
 
 def forward_level() -> int:
