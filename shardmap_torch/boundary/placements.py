@@ -7,12 +7,10 @@ express the same, but is lost in views, sums and `detach`.
 
 from typing import TypeAlias
 
-import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.torch_private.dtensor import StridedShard
-from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P, expanded, sharded_by
 
@@ -23,9 +21,6 @@ Placements: TypeAlias = tuple[Placement, ...]
 def placements_of(mesh: Mesh, spec: P) -> Placements:
     """Returns the placements of a spec, one per mesh axis.
 
-    Raises:
-        SpecError: this torch has no strided shards, and the spec needs one.
-
     Example:
         >>> from shardmap_torch import make_mesh
         >>> mesh = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
@@ -34,7 +29,7 @@ def placements_of(mesh: Mesh, spec: P) -> Placements:
     """
     spec = expanded(spec, mesh.aliases)
     shards = {
-        axis: _shard(mesh, spec, dim, axes[:at], axis)
+        axis: _shard(mesh, dim, axes[:at], axis)
         for dim, axes in spec.sharded_dims
         for at, axis in enumerate(axes)
     }
@@ -42,18 +37,12 @@ def placements_of(mesh: Mesh, spec: P) -> Placements:
     return tuple(shards.get(axis, others.get(axis, Replicate())) for axis in mesh.axis_names)
 
 
-def _shard(mesh: Mesh, spec: P, dim: int, major: tuple[str, ...], axis: str) -> Placement:
+def _shard(mesh: Mesh, dim: int, major: tuple[str, ...], axis: str) -> Placement:
     after = mesh.axis_names[mesh.axis_names.index(axis) :]
     blocks = mesh.num_ranks([other for other in major if other in after])
     if blocks == 1:
         return Shard(dim)
-    if StridedShard is None:
-        raise SpecError(
-            f"{spec!r} shards a dim over axes in another order than the mesh's {mesh.axis_names}, "
-            f"which DTensor of torch {torch.__version__} cannot store; write them in mesh order."
-        )
-    placement: Placement = StridedShard(dim, split_factor=blocks)
-    return placement
+    return StridedShard(dim, split_factor=blocks)
 
 
 def spec_of(x: DTensor, mesh: Mesh) -> P | Placement:

@@ -168,9 +168,7 @@ def is_number(value: object) -> bool:
 
 
 _DEVICES: Final = frozenset(
-    kind
-    for kind in ("cpu", "cuda")
-    if fused_adamw_ is not None and has_kernel("aten::_fused_adamw_", kind.upper())
+    kind for kind in ("cpu", "cuda") if has_kernel("aten::_fused_adamw_", kind.upper())
 )
 _DTYPE: Final = attrgetter("dtype")
 _DEVICE: Final = attrgetter("device")

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.core.torch_private.dtensor import StridedShard
-from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.parallel.plan import spec_of_split
 from shardmap_torch.parallel.words import Split
@@ -33,15 +31,9 @@ def unpack(value: Tensor, split: Split | None) -> Tensor:
 
 
 def placements_of_split(mesh: Mesh, split: Split | None, axis: str) -> Sequence[Placement]:
-    """Returns the placements of a parameter on the mesh.
-
-    Raises:
-        SpecError: this torch has no strided shards, which several parts need.
-    """
+    """Returns the placements of a parameter on the mesh."""
     if split is None or split.parts == 1:
         return placements_of(mesh, spec_of_split(split, axis))
-    if StridedShard is None:
-        raise SpecError(f"torch {torch.__version__} cannot shard a parameter of several parts.")
     return [
         StridedShard(split.dim, split_factor=split.parts) if each == Shard(split.dim) else each
         for each in placements_of(mesh, P(*[None] * split.dim, axis))

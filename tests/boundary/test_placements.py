@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import _dtensor_spec as private
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardmap_torch import Mesh, P, SpecError, device_put, make_mesh
+from shardmap_torch import Mesh, P, device_put, make_mesh
 from shardmap_torch.boundary.placements import placements_of, spec_of
 from shardmap_torch.boundary.shards import locals_of
 from tests.programs.support.everywhere import run_on, same
@@ -44,19 +44,6 @@ def test_torch_cuts_by_the_placements_as_the_spec_does(axes: tuple[str, ...]) ->
                 )[0]
                 shard = parts[place[axis]]
         assert torch.equal(shard, shards[rank])
-
-
-def test_a_torch_without_strided_shards_refuses_other_orders(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    mesh = make_mesh((2, 3), ("x", "y"), kind="simulated")
-    monkeypatch.setattr("shardmap_torch.boundary.placements.StridedShard", None)
-    with pytest.raises(SpecError) as caught:
-        placements_of(mesh, P(("y", "x")))
-    assert str(caught.value) == (
-        "P(('y', 'x')) shards a dim over axes in another order than the mesh's ('x', 'y'), which "
-        f"DTensor of torch {torch.__version__} cannot store; write them in mesh order."
-    )
 
 
 SPECS = [

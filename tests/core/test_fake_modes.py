@@ -44,7 +44,6 @@ OPTIONS: list[dict[str, Any]] = [{}, {"allow_non_fake_inputs": True, "static_sha
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_mode_is_made_as_torch_makes_it(options: dict[str, Any]) -> None:
-    assert fake_modes._LightMode is not None
     light, plain = fake_modes._LightMode(**options), FakeTensorMode(**options)
     own = {"fake_tensor_converter", "_stack_trace"}
     for name, value in vars(plain).items():

@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import _guards
 from torch._dynamo import convert_frame
 
-from shardmap_torch import I, P, all_reduce, make_mesh, shard_map, transform
-from shardmap_torch.core.torch_private import engine, names
-from shardmap_torch.core.torch_private.engine import (
-    UncompiledMode,
-    current_graph_task_id,
-    leave_uncompiled,
-    no_compiler,
-    probed,
-)
+from shardmap_torch.core.torch_private import names
+from shardmap_torch.core.torch_private.engine import UncompiledMode
 from shardmap_torch.core.torch_private.names import PrivateName, demand
 from shardmap_torch.errors import UnsupportedTorchError
 
@@ -33,7 +25,7 @@ SOURCES = sorted(
 )
 OPERATORS = ("torch.ops.",)
 """Names of operators, not of Python: a table without a row for one refuses it."""
-EVERY_NAME = (*names.ENGINE, *names.DTENSOR, *names.DYNAMO, *names.SYMBOLS, *names.OPTIONAL)
+EVERY_NAME = (*names.ENGINE, *names.DTENSOR, *names.DYNAMO, *names.OPTIONAL)
 
 
 def _is_private(path: str) -> bool:
@@ -140,45 +132,6 @@ def test_importing_beside_a_torch_without_required_names_raises_one_clear_error(
         "  torch._C._current_graph_task_id, for collectives and checks in a backward",
         "  torch._C._functorch.is_batchedtensor, for torch.func transforms in and around a body",
     ]
-
-
-def test_a_missing_optional_name_is_its_fallback() -> None:
-    assert probed("torch._C:_gone", None) is None
-    assert probed("torch._moved:name", None) is None
-    assert probed("torch._C:_current_graph_task_id", None) is current_graph_task_id
-
-
-def test_without_the_names_of_dynamo_functions_run_and_are_not_marked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transform, "set_compiler", no_compiler)
-    monkeypatch.setattr(engine, "_MARKS", [None, None, None, no_compiler])
-    assert not leave_uncompiled(_sums, nested=False)
-    assert _sums(2) == [2.0]
-
-
-def test_without_names_for_symbols_each_size_is_checked_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Restores the state at import: the module of general verdicts has not been imported yet."""
-    package = "shardmap_torch.core.torch_private.symbols"
-    for module in (package, "shardmap_torch.checker.sizes.general"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.delattr(_guards, "Source")
-    with pytest.warns(UserWarning, match="this torch lacks what symbols for sizes need"):
-        assert _sums(16, 24, 32, 40, 48) == [16.0, 24.0, 32.0, 40.0, 48.0]
-    assert "shardmap_torch.checker.sizes.general" not in sys.modules
-
-
-def _sums(*sizes: int) -> list[float]:
-    """The sums of ones, over two ranks."""
-
-    def body(x: torch.Tensor) -> torch.Tensor:
-        return all_reduce(x.sum(), "x", dst=I)
-
-    mesh = make_mesh((2,), ("x",), kind="simulated")
-    total = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())
-    return [total(torch.ones(size)).item() for size in sizes]
 
 
 def test_dynamo_compiles_nothing_of_what_handles_the_operations_of_a_mode() -> None:

@@ -22,7 +22,7 @@ from shardmap_torch.checker.guards.monitor import CheckedStep, copied
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use
 from shardmap_torch.checker.ir.sizes import SYMBOLS, Sizes, as_numbers
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.core.torch_private.symbols import Source
+from shardmap_torch.core.torch_private.engine import Source
 
 if TYPE_CHECKING:  # the history derives such verdicts
     from shardmap_torch.checker.sizes.history import Slot

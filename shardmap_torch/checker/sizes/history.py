@@ -168,11 +168,7 @@ class History:
         family = self._family(key, call, new=True)
         if family is None or len(family.exact) < _BEFORE or len(family.failures) >= _FAILURES:
             return None
-        try:
-            from shardmap_torch.checker.sizes.general import derive, groups_of, is_large
-        except ImportError:  # an UnsupportedTorchError too; each signature is checked by itself
-            family.failures.extend(["this torch lacks what symbols for sizes need"] * _FAILURES)
-            return None
+        from shardmap_torch.checker.sizes.general import derive, groups_of, is_large
 
         numbers = numbers_of(call)
         groups = groups_of(family.slots, [*family.exact, numbers])

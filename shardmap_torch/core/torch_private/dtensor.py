@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch.distributed.tensor import DTensor, placement_types
+from torch.distributed.tensor import DTensor
 
 from shardmap_torch.core.torch_private.names import DTENSOR, unsupported
 
@@ -10,11 +10,9 @@ try:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 except ImportError as error:
     raise unsupported(DTENSOR) from error
-
-StridedShard: Any = getattr(placement_types, "_StridedShard", None)
-"""The placement of a dim sharded in strides, or None where this torch has none."""
 
 
 def sharding_propagator() -> Any:
@@ -27,13 +25,3 @@ def sharding_propagator() -> Any:
         return DTensor._op_dispatcher.sharding_propagator
     except AttributeError as error:
         raise unsupported(DTENSOR) from error
-
-
-__all__ = (
-    "AsyncCollectiveTensor",
-    "DTensorSpec",
-    "OpSchema",
-    "StridedShard",
-    "TensorMeta",
-    "sharding_propagator",
-)

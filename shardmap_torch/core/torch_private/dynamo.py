@@ -21,6 +21,3 @@ def give_up(error: Exception) -> NoReturn:
     raised = passed(str(error))
     raised.__dict__.update(error.__dict__)
     raise raised from None
-
-
-__all__ = ("Unsupported", "disable", "give_up")

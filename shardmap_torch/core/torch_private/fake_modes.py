@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from shardmap_torch.core.caching import memo
-from shardmap_torch.core.torch_private.engine import FakeTensorMode, probed
+from shardmap_torch.core.torch_private.engine import FakeTensorMode, disable_dynamo
 
 DYNAMO: Final = "torch._dynamo"
 
@@ -33,12 +33,10 @@ _VARIABLES: Final[dict[str, tuple[str, Any]]] = {
 
 def make_fake_mode(**options: Any) -> FakeTensorMode:
     """Makes a fake tensor mode with these options of torch's."""
-    if DYNAMO in sys.modules or _LightMode is None:
-        return FakeTensorMode(**options)
-    return _LightMode(**options)
+    return (FakeTensorMode if DYNAMO in sys.modules else _LightMode)(**options)
 
 
-def light(method: FunctionType) -> Callable[..., Any]:
+def light(method: Any) -> Callable[..., Any]:
     """Returns a function that does not import `torch._dynamo` to read its flags."""
     own = {**vars(builtins), "__import__": _import}
     known = {**method.__globals__, "__builtins__": own, "torch": _TORCH}
@@ -84,31 +82,17 @@ class _Torch:
 _TORCH: Final = _Torch()
 
 
-def _light_mode() -> type[FakeTensorMode] | None:
-    """Makes the class of such modes; None where this torch's is made otherwise."""
-    initializer: Any = FakeTensorMode.__init__
-    runs: Any = getattr(FakeTensorMode, "_dispatch_impl", None)
+class _LightMode(FakeTensorMode):
+    """A mode of torch's whose code does not import Dynamo."""
+
+    __init__ = light(FakeTensorMode.__init__)
+    _dispatch_impl = light(FakeTensorMode._dispatch_impl)
     # torch wraps it so that Dynamo does not look into it, for which it imports Dynamo.
-    dispatch: Any = getattr(FakeTensorMode.__torch_dispatch__, "__wrapped__", None)
-    if not all(isinstance(method, FunctionType) for method in (initializer, runs, dispatch)):
-        return None
+    __torch_dispatch__ = FakeTensorMode.__torch_dispatch__.__wrapped__  # type: ignore[attr-defined]
 
-    class LightMode(FakeTensorMode):
-        """A mode of torch's whose code does not import Dynamo."""
-
-        __init__ = light(initializer)
-        _dispatch_impl = light(runs)
-        __torch_dispatch__ = dispatch
-
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            return False
-
-    made: type[FakeTensorMode] = LightMode
-    return made
-
-
-_LightMode: Final = _light_mode()
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 @contextmanager
@@ -137,8 +121,7 @@ _PARTS: Final = ("torch._refs", "torch._decomp", "torch._meta_registrations", "t
 @memo
 def _disabled() -> tuple[Any, ...]:
     """Finds the functions of these modules that torch wraps so."""
-    wrap = probed("torch:_disable_dynamo", None)
-    wrapper = None if wrap is None else wrap(_disabled).__code__
+    wrapper = disable_dynamo(_disabled).__code__
     modules = [module for name, module in sys.modules.items() if name.startswith(_PARTS)]
     found: dict[int, FunctionType] = {}
     seen: set[int] = set()
