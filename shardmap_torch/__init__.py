@@ -78,42 +78,17 @@ else:
     _MODULES = frozenset(
         ["kernels", "lax", "nn", "optim", "parallel", "planning", "random", "saving"]
     )
-    _LAZY = {
-        **dict.fromkeys(
-            [
-                "AutoReport",
-                "Redistribution",
-                "Redistributions",
-                "auto",
-                "mark_sharding",
-                "redistributions",
-            ],
-            "automatic",
-        ),
-        **dict.fromkeys(
-            [
-                "ColwiseParallel",
-                "ParallelStyle",
-                "PrepareModuleInput",
-                "PrepareModuleInputOutput",
-                "PrepareModuleOutput",
-                "RowwiseParallel",
-                "SequenceParallel",
-                "functional",
-                "loss_parallel",
-                "parallelize",
-            ],
-            "parallel",
-        ),
-        "debug_print": "debug",
-        "Divergence": "divergence",
-        "find_divergence": "divergence",
-        "match_specs": "spec_patterns",
-        "Validation": "validate",
-        "validate_rule": "validate",
-        "Sharding": "visualize",
-        "visualize_sharding": "visualize",
+    _NAMES = {
+        "automatic": "AutoReport Redistribution Redistributions auto mark_sharding redistributions",
+        "debug": "debug_print",
+        "divergence": "Divergence find_divergence",
+        "parallel": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput "
+        "PrepareModuleOutput RowwiseParallel SequenceParallel functional loss_parallel parallelize",
+        "spec_patterns": "match_specs",
+        "validate": "Validation validate_rule",
+        "visualize": "Sharding visualize_sharding",
     }
+    _LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
 
     def __getattr__(name):
         if name in _MODULES:

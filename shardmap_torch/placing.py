@@ -22,11 +22,11 @@ from shardmap_torch.core.tree import (
 )
 from shardmap_torch.errors import SpecError, listing, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
-from shardmap_torch.run.agree import on_all_processes, shown_shard
+from shardmap_torch.run.agree import compared as compared
+from shardmap_torch.run.agree import shown_shard
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.spec import P, longer
 
-A = TypeVar("A")
 X = TypeVar("X")
 
 
@@ -74,31 +74,6 @@ def device_put(
         return _replace(moved, placed, put)
 
     return compared("device_put", on, read, _described, put_all)
-
-
-def compared(
-    name: str,
-    mesh: Mesh,
-    read: Callable[[], A],
-    describe: Callable[[A], Iterable[str]],
-    run: Callable[[A], X],
-) -> X:
-    """Runs what all ranks of a mesh call alike; processes compare what they call it with before.
-
-    Args:
-        name: of the function.
-        mesh: the mesh.
-        read: reads and checks the arguments.
-        describe: yields lines that are equal where the arguments may be taken for equal.
-        run: runs it.
-
-    Raises:
-        CollectiveMismatchError: another process calls something else, or with other arguments.
-        CommunicationError: another process is gone, or did not come in time.
-    """
-    if mesh.kind not in PROCESS_KINDS:
-        return run(read())
-    return on_all_processes(name, read, describe, run)
 
 
 def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
@@ -158,7 +133,7 @@ def full(tree: X) -> X:
     # A DTensor of a part of the processes is gathered by these alone.
     if any(base.device_mesh.size() < dist.get_world_size() for base in shards):
         return gather(leaves)
-    return on_all_processes("full", lambda: shards, lambda shards: map(shown_shard, shards), gather)
+    return compared("full", None, lambda: shards, lambda all_of: map(shown_shard, all_of), gather)
 
 
 def _full(leaf: Any) -> Any:

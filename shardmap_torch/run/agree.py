@@ -24,6 +24,7 @@ from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardMapError, show_shape
+from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 
 if TYPE_CHECKING:  # it takes a second to import
     from torch.distributed.tensor import DTensor
@@ -135,13 +136,18 @@ def agree(
     control.check(digest, lambda: text, doing, now, values)
 
 
-def on_all_processes(
-    name: str, read: Callable[[], A], describe: Callable[[A], Iterable[str]], run: Callable[[A], Y]
+def compared(
+    name: str,
+    mesh: Mesh | None,
+    read: Callable[[], A],
+    describe: Callable[[A], Iterable[str]],
+    run: Callable[[A], Y],
 ) -> Y:
-    """Runs a function that all processes call alike, after comparing what they call it with.
+    """Runs what all ranks of a mesh call alike; processes compare what they call it with before.
 
     Args:
         name: of the function.
+        mesh: the mesh; None is that of all processes.
         read: reads and checks the arguments.
         describe: yields lines that are equal where the arguments may be taken for equal.
         run: runs it.
@@ -150,7 +156,7 @@ def on_all_processes(
         CollectiveMismatchError: another process calls something else, or with other arguments.
         CommunicationError: another process is gone, or did not come in time.
     """
-    control = current()
+    control = current() if mesh is None or mesh.kind in PROCESS_KINDS else None
     if control is None or current_scope() is not None or torch.compiler.is_compiling():
         return run(read())
     control.begin_call(name)
