@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardmap_torch.control.messages import by_ranks
+from shardmap_torch.control.messages import by_ranks, ranks_text
 from shardmap_torch.control.recorder import Dump, Entry, dump_folder, read_dump, usable_folder
 from shardmap_torch.errors import PostmortemError
 
@@ -23,7 +23,7 @@ def compare(dumps: Sequence[Dump]) -> str:
         >>> first = Dump(0, "timed out", [entry("all_reduce('tp', Partial -> I)", "a.py:3")])
         >>> second = Dump(1, "timed out", [entry("all_gather('tp', V -> I)", "a.py:7")])
         >>> print(compare([first, second]))
-        ranks 0-1, 1 collectives
+        ranks 0, 1: 1 collectives
         first difference, at #1:
           rank 0: #1 call 1 of f: all_reduce('tp', Partial -> I) of float32[4] at a.py:3, begun
           rank 1: #1 call 1 of f: all_gather('tp', V -> I) of float32[4] at a.py:7, begun
@@ -32,7 +32,7 @@ def compare(dumps: Sequence[Dump]) -> str:
     """
     by_rank = {dump.rank: {entry.seq: entry for entry in dump.entries} for dump in dumps}
     last = max((seq for entries in by_rank.values() for seq in entries), default=0)
-    lines = [f"ranks {_ranges(list(by_rank))}, {last} collectives"]
+    lines = [f"{ranks_text(list(by_rank))}: {last} collectives"]
     # Ranks may have dropped different numbers of old entries.
     first = max((min(entries, default=0) for entries in by_rank.values()), default=0)
     for seq in range(first, last + 1):
@@ -63,17 +63,6 @@ def _lines(texts: Mapping[int, str]) -> list[str]:
     return [f"  {line}" for line in by_ranks(texts, ": ")]
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """Formats it as `0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the report on a folder of dumps, by default that of this user's newest run."""
     parser = argparse.ArgumentParser(
@@ -83,10 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = parser.parse_args(arguments).folder
     if folder is None:
         raise PostmortemError(f"{dump_folder()} is not this user's alone: others may write there.")
-    paths = sorted(folder.glob("rank-*.txt"))
+    paths = sorted(folder.glob("rank-*.json"))
     if not paths:
-        raise PostmortemError(f"There are no dumps rank-*.txt in {folder}.")
-    print(compare([read_dump(path) for path in paths]))
+        raise PostmortemError(f"There are no dumps rank-*.json in {folder}.")
+    text = compare([read_dump(path) for path in paths])
+    # A file may hold what a terminal would obey.
+    print("".join(c if c.isprintable() or c in "\t\n" else "?" for c in text))
 
 
 if __name__ == "__main__":

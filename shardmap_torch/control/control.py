@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -81,11 +81,8 @@ class Values(Protocol):
         ...
 
 
-class _Told(NamedTuple):
-    """Text and values of a check, for errors."""
-
-    text: Callable[[], str]
-    values: Sequence[Values]
+_Told: TypeAlias = tuple[Callable[[], str], Sequence[Values]]
+"""Text and values of a check, for errors."""
 
 
 class Control:
@@ -205,7 +202,7 @@ class Control:
         compared = self._compared_now(values)
         for each in compared:
             digest += each.digest()
-        self._progress.doing, told = doing, _Told(text, compared)
+        self._progress.doing, told = doing, (text, compared)
         history = self._history.extend(digest)
         self._begin(history, history, told)
         # A rank that forwards what it hears must not do anything before that waits for others.
@@ -222,7 +219,7 @@ class Control:
             self._late, values = values, None
         return [each for each in (late, values) if each is not None]
 
-    def _compare_shards(self, shards: Sequence[int | None], told: "_Told") -> None:
+    def _compare_shards(self, shards: Sequence[int | None], told: _Told) -> None:
         for start in range(0, len(shards), _SHARDS):
             pairs = [NONE if x is None else (x, x) for x in shards[start : start + _SHARDS]]
             _, moves = self._history.extend(0)
@@ -231,7 +228,7 @@ class Control:
             self._begin(low, high, told)
             self.resolve()
 
-    def _begin(self, low: Sequence[int], high: Sequence[int], told: "_Told") -> None:
+    def _begin(self, low: Sequence[int], high: Sequence[int], told: _Told) -> None:
         """Begins to compare numbers, the last of which is the hash of the collectives."""
         try:
             number = self._history.num_checks
@@ -295,10 +292,7 @@ class Control:
         self._progress.rank_group = rank_group
 
     def _compare_first(self, operation: Any, operand: Operand, site: Any, every: bool) -> int:
-        """Compares the first collective of a backward; returns the call that it belongs to, or 0.
-
-        With `every` compares each.
-        """
+        """Compares a backward's first collective, or each; returns its call, or 0 outside of one."""
         task = -1 if self.in_call else current_graph_task_id()
         # In a backward the ranks must also agree on the call that it belongs to.
         made_in = getattr(current_autograd_node(), "call", 0) if task != -1 else 0
@@ -311,16 +305,13 @@ class Control:
         if self.broken:
             self.begin_call("")
         place = f" at {site.place}" if site is not None else ""
-        dtype, sizes = operand
         call, function = self._progress.call
-        shape = show_shape(dtype, sizes)
-        what = f"{operation} of {shape}{place}"
-        where = f"call {call} of {function}"
-        of = f"of call {made_in} " * bool(made_in)
-        doing = (
-            f"{what}, in {where}" if self.in_call else f"{what}, in a backward {of}after {where}"
+        backward = (
+            "" if self.in_call else f"a backward {f'of call {made_in} ' * bool(made_in)}after "
         )
-        key = self._history.key(operation, dtype, sizes, made_in)
+        what = f"{operation} of {show_shape(*operand)}{place}"
+        doing = f"{what}, in {backward}call {call} of {function}"
+        key = self._history.key(operation, *operand, made_in)
         self.check(key, lambda: doing, doing, now=True)
 
     # Errors.
@@ -334,8 +325,8 @@ class Control:
         """
         self.waiting.block()
         # The other ranks post a little later that they wait.
-        stuck = isinstance(error, StuckError)
-        posts = error.statuses if isinstance(error, StuckError) else self._board.look_on(_GATHER)
+        stuck = error if isinstance(error, StuckError) else None
+        posts = self._board.look_on(_GATHER) if stuck is None else stuck.statuses
         mine = self._progress.status()
         statuses = {**posts, self.rank: mine}
         missing = [
@@ -354,10 +345,10 @@ class Control:
                 f"`python -m shardmap_torch.postmortem {folder}`."
             )
         text = "\n".join(lines)
-        disagree = isinstance(error, StuckError) and error.is_disagreement
+        disagree = stuck is not None and stuck.is_disagreement
         self._break(f"{what} failed on rank {self.rank}.", text, disagree)
         kind = CollectiveMismatchError if disagree else CommunicationError
-        raise kind(text) from (None if stuck else error)
+        raise kind(text) from (error if stuck is None else None)
 
     def _break(self, why: str, text: str, disagree: bool) -> None:
         progress = self._progress
@@ -375,14 +366,15 @@ class Control:
         silences = {rank: self._board.silence(rank) for rank in statuses if rank != self.rank}
         return describe_ranks(self.size, statuses, missing, silences, self._board.failure)
 
-    def _differ(self, told: "_Told", is_clean: bool) -> NoReturn:
+    def _differ(self, told: _Told, is_clean: bool) -> NoReturn:
         """Posts this rank's report, collects those of the others, and raises their difference."""
         progress, site = self._progress, call_site()
         # Not that of the check: checks are counted anew after an error, and an old report may be
         # on the board still.
         self._num_reports += 1
-        values = [row for each in told.values for row in each.rows()]
-        text = "\n".join([told.text(), *(line for each in told.values for line in each.kinds())])
+        describe, compared = told
+        values = [row for each in compared for row in each.rows()]
+        text = "\n".join([describe(), *(line for each in compared for line in each.kinds())])
         place = "" if site is None else site.place
         progress.report = own = Report(self._num_reports, place, text, values)
         self._board.touch()

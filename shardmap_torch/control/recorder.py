@@ -5,6 +5,7 @@ Its history is their hash, which is equal on ranks that have done the same.
 Source: NCCL's flight recorder in PyTorch (`TORCH_NCCL_DUMP_ON_TIMEOUT`), for every backend.
 """
 
+import json
 import os
 import stat
 import tempfile
@@ -12,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -24,7 +25,6 @@ from shardmap_torch.errors import PostmortemError, show_shape
 VARIABLE: Final = "SHARDMAP_TORCH_DUMPS"
 """The environment variable that names the folder of the dumps."""
 
-COLUMNS: Final = ("seq", "call", "function", "operation", "axes", "operand", "line", "state")
 LENGTH: Final = 256
 
 _FACTOR: Final = 0x5851F42D4C957F2D
@@ -118,18 +118,15 @@ class FlightRecorder:
 
     def write(self, rank: int, reason: str) -> Path | None:
         """Writes the dump of this rank; returns its path, None if it cannot be written."""
-        lines = [f"rank\t{rank}", *(f"reason\t{line}" for line in reason.splitlines())]
-        lines.append("\t".join(COLUMNS))
-        for entry in self.entries():
-            lines.append("\t".join(_cell(getattr(entry, name)) for name in COLUMNS))
         folder = usable_folder()
         if folder is None:
             return None
-        path = folder / f"rank-{rank:05}.txt"
+        path = folder / f"rank-{rank:05}.json"
+        dump = {"rank": rank, "reason": reason, "entries": [*map(astuple, self.entries())]}
         # No link is followed: whoever may write to the folder may have put one there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
         with suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
+            json.dump(dump, file, indent=1)
             return path
         return None
 
@@ -203,10 +200,6 @@ class History:
         self._counts = {CHECK: 0}
 
 
-def _cell(value: object) -> str:
-    return str(value).replace("\t", " ").replace("\n", " ")
-
-
 def dump_folder() -> Path:
     """Returns the folder of the dumps: the same for all ranks that one agent has started."""
     named = os.environ.get(VARIABLE)
@@ -248,20 +241,12 @@ def read_dump(path: Path) -> Dump:
     Raises:
         PostmortemError: the file is no dump.
     """
-    rank, reason, entries = None, [], []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        name, *cells = _printable(line).split("\t")
-        if name == "rank" and cells and cells[0].isdigit():
-            rank = int(cells[0])
-        elif name == "reason":
-            reason.append("\t".join(cells))
-        elif name.isdigit() and len(cells) == len(COLUMNS) - 1 and cells[0].isdigit():
-            entries.append(Entry(int(name), int(cells[0]), *cells[1:]))
-    if rank is None:
-        raise PostmortemError(f"{path} is no dump of shardmap_torch's flight recorder.")
-    return Dump(rank, "\n".join(reason), entries)
-
-
-def _printable(line: str) -> str:
-    """Shows what is no text as `?`: a file may hold what a terminal would obey."""
-    return "".join([c if c.isprintable() or c == "\t" else "?" for c in line])
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        entries = [
+            Entry(int(seq), int(call), *map(str, rest)) for seq, call, *rest in raw["entries"]
+        ]
+        return Dump(int(raw["rank"]), str(raw["reason"]), entries)
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        text = f"{path} is no dump of shardmap_torch's flight recorder."
+        raise PostmortemError(text) from error

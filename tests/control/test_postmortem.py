@@ -42,7 +42,7 @@ def test_the_first_difference_is_shown_with_the_line_of_each_rank(
     record(SUM).write(3, "killed\tsomehow")
     main([str(folder)])
     assert capsys.readouterr().out == (
-        "ranks 0-3, 2 collectives\n"
+        "ranks 0, 1, 2, 3: 2 collectives\n"
         "first difference, at #2:\n"
         "  ranks 0, 2: #2 call 2 of step: all_reduce('tp', Partial -> I) of float32[4, 2] at "
         "model.py:12, begun\n"
@@ -74,19 +74,20 @@ def test_the_recorder_keeps_the_newest(folder: Path) -> None:
 def test_a_folder_without_dumps_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PostmortemError) as error:
         main([str(tmp_path)])
-    assert str(error.value) == f"There are no dumps rank-*.txt in {tmp_path}."
-    path = tmp_path / "rank-0.txt"
-    path.write_text("hello\n")
-    with pytest.raises(PostmortemError) as error:
-        main([str(tmp_path)])
-    assert str(error.value) == f"{path} is no dump of shardmap_torch's flight recorder."
+    assert str(error.value) == f"There are no dumps rank-*.json in {tmp_path}."
+    path = tmp_path / "rank-0.json"
+    for text in ("hello", "[]", '{"rank": [], "reason": "", "entries": []}', '{"entries": [[1]]}'):
+        path.write_text(text)
+        with pytest.raises(PostmortemError) as error:
+            main([str(tmp_path)])
+        assert str(error.value) == f"{path} is no dump of shardmap_torch's flight recorder."
 
 
 def test_a_dump_is_written_into_no_file_that_a_link_names(folder: Path) -> None:
     folder.mkdir()
     precious = folder / "precious"
     precious.write_text("years of work")
-    (folder / "rank-00000.txt").symlink_to(precious)
+    (folder / "rank-00000.json").symlink_to(precious)
     assert record(SUM).write(0, "gone") is None
     assert precious.read_text() == "years of work"
 
@@ -110,7 +111,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     assert record(SUM).write(0, "gone") is None
     own.unlink()
     path = record(SUM).write(0, "gone")
-    assert path == dump_folder() / "rank-00000.txt"
+    assert path == dump_folder() / "rank-00000.json"
     assert own.stat().st_mode & 0o077 == 0
 
 

@@ -209,7 +209,7 @@ def test_the_dump_of_a_failure_names_the_last_collectives(tmp_path: Any) -> None
     told = first.value or str(first)
     assert "rank 1" in told
     assert str(tmp_path) in told
-    dump = read_dump(tmp_path / "rank-00000.txt")
+    dump = read_dump(tmp_path / "rank-00000.json")
     sums = [entry for entry in dump.entries if entry.operation.startswith("all_reduce('tp', ")]
     assert len(sums) == 2
     assert all(entry.line.startswith("test_kills.py:") for entry in sums)
