@@ -292,7 +292,7 @@ class Control:
         self._progress.rank_group = rank_group
 
     def _compare_first(self, operation: Any, operand: Operand, site: Any, every: bool) -> int:
-        """Compares a backward's first collective, or each; returns its call, or 0 outside of one."""
+        """Compares the first collective of a backward, or each; returns its call, or 0."""
         task = -1 if self.in_call else current_graph_task_id()
         # In a backward the ranks must also agree on the call that it belongs to.
         made_in = getattr(current_autograd_node(), "call", 0) if task != -1 else 0
@@ -306,9 +306,8 @@ class Control:
             self.begin_call("")
         place = f" at {site.place}" if site is not None else ""
         call, function = self._progress.call
-        backward = (
-            "" if self.in_call else f"a backward {f'of call {made_in} ' * bool(made_in)}after "
-        )
+        of = f"of call {made_in} " * bool(made_in)
+        backward = "" if self.in_call else f"a backward {of}after "
         what = f"{operation} of {show_shape(*operand)}{place}"
         doing = f"{what}, in {backward}call {call} of {function}"
         key = self._history.key(operation, *operand, made_in)
