@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.backends.batching import add_batching_rules
 from shardmap_torch.backends.folding import Folding
 from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, run_body
@@ -138,6 +139,7 @@ def _map(
 
     def mapped(*values: Tensor) -> tuple[Tensor, ...]:
         lazy_load_decompositions()
+        add_batching_rules()
         level = functorch._vmap_increment_nesting(size, "different")
         try:
             outs = body(

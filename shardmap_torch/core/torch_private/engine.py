@@ -1,17 +1,19 @@
 """Private names of torch's core: autograd, functorch, modes, fake tensors, c10d."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
 from torch import Tensor, _make_dual
-from torch._C import DisableTorchFunction, _distributed_c10d
+from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, _distributed_c10d
 from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _disabled_torch_function_impl as no_torch_function  # of closed subclasses
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
+from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
 from torch._C import _functorch as functorch
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_data_pointer
@@ -110,6 +112,15 @@ def group_names() -> Any:
 def group_members() -> Any:
     """Returns torch's table from process groups to the ranks in them, by those of all processes."""
     return distributed_c10d._world.pg_group_ranks
+
+
+_BATCHED: Final = DispatchKeySet(DispatchKey.FuncTorchBatched)
+
+
+def under_vmap() -> AbstractContextManager[object]:
+    """Returns a context for a batching rule: operators run at the level below, autograd's too."""
+    guard: AbstractContextManager[object] = ExcludeDispatchKeys(_BATCHED)
+    return guard
 
 
 def tensor_guard(tensors: Sequence[Tensor]) -> Any:

@@ -1,0 +1,68 @@
+"""Batching rules that torch lacks: attention of all simulated ranks as one call of its kernel.
+
+Without one, vmap calls an operator for each rank, on operands that it copies out of those of all: a
+gradient then takes time that grows with the square of the number of ranks. Attention treats the
+sequences of a batch alike, so that ranks become more of them.
+"""
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from shardmap_torch.core.caching import memo
+from shardmap_torch.core.torch_private.engine import OpOverload, functorch, has_kernel, under_vmap
+
+_aten: Final = torch.ops.aten
+_ATTENTIONS: Final = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+"""Operators of [sequences, heads, positions, features], and of logarithms without features."""
+
+_BATCHED: Final = "FuncTorchBatched"
+
+
+@memo
+def add_batching_rules() -> Library:
+    """Gives torch the rules, in this process; a release that has one of its own keeps that.
+
+    They last as long as the library that is returned, which is remembered.
+    """
+    library = Library("aten", "IMPL")
+    for op in _ATTENTIONS:
+        if not has_kernel(op.name(), _BATCHED):
+            library.impl(op, partial(_attend, op), _BATCHED)
+    return library
+
+
+def _attend(op: OpOverload, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Calls an attention at a level of vmap."""
+    level = functorch.peek_interpreter_stack().level()
+    operands = [functorch._unwrap_batched(x, level) for x in args if isinstance(x, Tensor)]
+    options = args[len(operands) :]  # numbers come last
+    masks = [] if attn_mask is None else [functorch._unwrap_batched(attn_mask, level)]
+    count = next(x.shape[dim] for x, dim in (*operands, *masks) if dim is not None)
+    with under_vmap():
+        own = [_folded(x, dim, count) for x, dim in operands]
+        shared = [_folded_mask(x, dim, count, len(own[0]) // count) for x, dim in masks]
+        results = op(*own, *options, attn_mask=shared[0] if shared else None, **kwargs)
+        parts = [y.unflatten(0, (count, len(y) // count)) for y in results]
+    return tuple(functorch._add_batch_dim(y, 0, level) for y in parts)
+
+
+def _folded(x: Tensor, dim: int | None, count: int) -> Tensor:
+    """Makes the batch of a level a part of dim 0."""
+    x = x.expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _folded_mask(mask: Tensor, dim: int | None, count: int, num_sequences: int) -> Tensor:
+    """Does the same with a mask, which may be of no heads, or of one sequence for all."""
+    if dim is None and (mask.ndim == 2 or len(mask) == 1):
+        return mask
+    mask = mask.expand(count, *mask.shape) if dim is None else mask.movedim(dim, 0)
+    mask = mask.reshape(count, *[1] * (5 - mask.ndim), *mask.shape[1:])
+    return mask.expand(count, num_sequences, *mask.shape[2:]).flatten(0, 1)

@@ -1,0 +1,101 @@
+"""Attention of many simulated ranks: one call of torch's kernel, with one device's values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from shardmap_torch import P, make_mesh, shard_map, value_and_grad
+from shardmap_torch.core.torch_private.engine import TorchDispatchMode
+from tests.programs.support.harness import random
+
+HEADS = P("dp", "tp")
+Q, K, V = (random((2, 8, 3, 4), seed) for seed in range(3))
+MESH = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="vmap")
+
+
+def outside(attend: Callable[..., Tensor], specs: Any, *xs: Tensor) -> list[Tensor]:
+    xs = tuple(x.clone().requires_grad_() for x in xs)
+    y = shard_map(attend, mesh=MESH, in_specs=specs, out_specs=HEADS)(*xs)
+    return [y, *torch.autograd.grad(y.sin().sum(), xs)]
+
+
+def by_torch_func(attend: Callable[..., Tensor], specs: Any, *xs: Tensor) -> list[Tensor]:
+    def step(*xs: Tensor) -> tuple[Tensor, ...]:
+        every = tuple(range(len(xs)))
+        found = torch.func.grad(lambda *xs: attend(*xs).sin().sum(), every)(*xs)
+        return attend(*xs), *found
+
+    return list(shard_map(step, mesh=MESH, in_specs=specs, out_specs=(HEADS, *specs))(*xs))
+
+
+def by_value_and_grad(attend: Callable[..., Tensor], specs: Any, *xs: Tensor) -> list[Tensor]:
+    def step(*xs: Tensor) -> tuple[Tensor, ...]:
+        every = tuple(range(len(xs)))
+        found = value_and_grad(lambda *xs: attend(*xs).sin().sum(), every)(*xs)[1]
+        return attend(*xs), *found
+
+    return list(shard_map(step, mesh=MESH, in_specs=specs, out_specs=(HEADS, *specs))(*xs))
+
+
+def on_one_device(attend: Callable[..., Tensor], *xs: Tensor) -> list[Tensor]:
+    xs = tuple(x.clone().requires_grad_() for x in xs)
+    y = attend(*xs)
+    return [y, *torch.autograd.grad(y.sin().sum(), xs)]
+
+
+@pytest.mark.parametrize("derive", [outside, by_torch_func, by_value_and_grad])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_over_sharded_heads_is_that_of_one_device(
+    derive: Callable[..., list[Tensor]], is_causal: bool
+) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    actual = derive(attend, (HEADS,) * 3, Q, K, V)
+    for got, expected in zip(actual, on_one_device(attend, Q, K, V), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (1, 1, 3, 3), (2, 1, 3, 3), (1, 8, 1, 3), (2, 8, 3, 3)])
+def test_masks_are_sharded_as_heads_and_sequences_are(shape: tuple[int, ...]) -> None:
+    sharded = [None if n == 1 else a for n, a in zip(shape, ("dp", "tp"), strict=False)]
+    spec = P() if len(shape) == 2 else P(*sharded)
+    mask = random(shape, 3) > -1
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, mask)
+
+    f = shard_map(attend, mesh=MESH, in_specs=(*(HEADS,) * 3, spec), out_specs=HEADS, check=False)
+    torch.testing.assert_close(f(Q, K, V, mask), attend(Q, K, V, mask), rtol=1e-12, atol=1e-12)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("derive", [outside, by_torch_func, by_value_and_grad])
+def test_more_ranks_take_no_more_operators(
+    derive: Callable[..., list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for num_ranks in (4, 64):
+        mesh = make_mesh((1, num_ranks), ("dp", "tp"), kind="simulated", simulate="vmap")
+        monkeypatch.setitem(globals(), "MESH", mesh)
+        xs = [random((1, 64, 2, 2), seed) for seed in range(3)]
+        derive(scaled_dot_product_attention, (HEADS,) * 3, *xs)  # checks it
+        with Calls() as calls:
+            derive(scaled_dot_product_attention, (HEADS,) * 3, *xs)
+        counts.append(calls.count)
+    assert counts[1] <= counts[0]
