@@ -1,7 +1,4 @@
-"""Queries of the body that runs: its mesh, whether it is checked, its types, all of its ranks."""
-
-from collections.abc import Callable
-from typing import Any
+"""Queries of the body that runs: its mesh, whether it is checked, its types."""
 
 from torch import Tensor
 
@@ -34,15 +31,3 @@ def types_of(x: Tensor, axes: tuple[str, ...] | None = None) -> tuple[AxisType, 
     if scope is None:
         return None
     return scope.types_of(tuple(sorted(scope.axes)) if axes is None else finest(axes), x)
-
-
-def at_once(function: Callable[..., Tensor | None], *xs: Tensor) -> Tensor | None:
-    """Applies a function that treats leading dims alike to the values of all ranks, stacked.
-
-    Its last argument is the lengths of the leading dims that its result has. None where this is no
-    batched body, where other transforms are active too, or where the function returns None.
-    """
-    scope = current_scope()
-    on_stacks: Any = getattr(scope.backend, "on_stacks", None) if scope is not None else None
-    found: Tensor | None = None if on_stacks is None else on_stacks(function, *xs)
-    return found

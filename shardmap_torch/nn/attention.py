@@ -1,22 +1,18 @@
 """Attention over the heads of one rank, with grouped queries."""
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch.core.torch_private.engine import are_transforms_active, forward_level
+from shardmap_torch.core.functorch import num_derivatives
+from shardmap_torch.core.torch_private.engine import forward_level
 from shardmap_torch.errors import LayerError
-from shardmap_torch.mesh import PROCESS_KINDS
 from shardmap_torch.nn.arguments import check_shards
 from shardmap_torch.nn.region import PerRank, per_rank
 from shardmap_torch.ops import axis_index
 from shardmap_torch.ops.arguments import Axis
-from shardmap_torch.ops.body import at_once, is_checking, mesh_of_body
 
 
 def attention(
@@ -69,17 +65,22 @@ def attention(
     q, k, v = (x.transpose(-2, -3) for x in (q, _repeated(k, groups), _repeated(v, groups)))
     is_square = causal and offset is None and q.shape[-2] == k.shape[-2]
     is_plain = mask is None and (is_square or not causal)
-    is_served = is_plain and (scale is None or scale > 0)  # kernels scale -inf too
-    if is_served and _has_kernel():
+    if is_plain and (scale is None or scale > 0) and _has_kernel():  # kernels scale -inf too
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=is_square, scale=scale)
-        return y.transpose(-2, -3)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    else:
+        visible = _visible_keys(q, k, causal, mask, offset)
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        y = _unfused(q, k, v, visible, scale, is_plain)
+    return y.transpose(-2, -3)
 
-    def composed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _unfused(q, k, v, _visible_keys(q, k, causal, mask, offset), scale, is_plain)
 
-    found = fused(q, k, v, is_square, scale, composed) if is_served else None
-    return (composed(q, k, v) if found is None else found).transpose(-2, -3)
+def _has_kernel() -> bool:
+    """Returns whether torch's fused kernels serve, which keep no scores in memory.
+
+    They have one derivative, backward. With a mask global strictness has no rule for them.
+    """
+    is_traced = torch.compiler.is_dynamo_compiling()
+    return is_traced or (forward_level() < 0 and num_derivatives() < 2)
 
 
 def own_kv_heads(kv: Tensor, axis: Axis, num_heads: int) -> Tensor:
@@ -141,15 +142,6 @@ def _repeated(kv: Tensor, groups: int) -> Tensor:
     return expanded.flatten(-3, -2)
 
 
-def _has_kernel() -> bool:
-    """Returns whether torch's fused kernels are used, which keep no scores in memory.
-
-    On simulated ranks see `fused`. With a mask global strictness has no rule for them.
-    """
-    mesh = mesh_of_body()
-    return mesh is None or is_checking() or mesh.kind in PROCESS_KINDS
-
-
 def _visible_keys(
     q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, offset: Tensor | int | None
 ) -> Tensor | None:
@@ -201,97 +193,4 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"attention: {show_shapes(q, k, v)}: the key heads (dimension -2) must divide the "
             "query heads, and the last dimension of q and k must be the same. Where key heads are "
             "fewer than ranks, use own_kv_heads."
-        )
-
-
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-_DTYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-# torch's kernel for CPUs keeps no scores in memory. It has no batching rule, and no second
-# derivative: it gets the heads of all simulated ranks at once, as sequences of one batch, and a
-# derivative that is differentiated again is that of the scores in memory.
-
-
-def fused(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, composed: Attend
-) -> Tensor | None:
-    """Attends: q [..., h, t, d], k [..., h, s, d], v [..., h, s, d] -> [..., h, t, d].
-
-    `composed` does the same with the scores in memory. None where a transform of torch.func is
-    active, code is compiled, or the kernel does not take the operands.
-    """
-    if torch.compiler.is_compiling() or not _is_taken(q, k, v):
-        return None
-    attend = partial(_attend, causal, scale, composed)
-    if are_transforms_active() or forward_level() >= 0:
-        return at_once(attend, q, k, v)
-    return attend(q, k, v)
-
-
-def _is_taken(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return (
-        {x.device.type for x in (q, k, v)} == {"cpu"}
-        and q.dtype == k.dtype == v.dtype
-        and q.dtype in _DTYPES
-        and q.shape[-1] == v.shape[-1]
-        and min(q.numel(), k.numel()) > 0
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
-def _attend(
-    causal: bool,
-    scale: float,
-    composed: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ranks: Sequence[int] = (),
-) -> Tensor:
-    """Attends on stacks, with a leading dim for each level of `ranks`."""
-    own = [x.expand(*ranks, *x.shape[len(ranks) :]) for x in (q, k, v)]
-    flat = [x.reshape(-1, *x.shape[-3:]).contiguous() for x in own]
-    y: Tensor = _Fused.apply(*flat, causal, scale, composed)  # type: ignore[no-untyped-call]
-    return y.unflatten(0, own[0].shape[:-3]) if own[0].ndim > 3 else y.squeeze(0)
-
-
-class _Fused(torch.autograd.Function):
-    """Autograd Function of the kernel on [b, h, t, d]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        scale: float,
-        composed: Attend,
-    ) -> Tensor:
-        y, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
-        )
-        ctx.save_for_backward(q, k, v, y, log_sum)
-        ctx.causal, ctx.scale, ctx.composed = causal, scale, composed
-        result: Tensor = y
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, log_sum = ctx.saved_tensors
-        rest = (None, None, None)
-        if not torch.is_grad_enabled():
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, y, log_sum, 0.0, ctx.causal, scale=ctx.scale
-            )
-            return (*grads, *rest)
-        needed = [
-            x for x, is_needed in zip((q, k, v), ctx.needs_input_grad, strict=False) if is_needed
-        ]
-        found = iter(torch.autograd.grad(ctx.composed(q, k, v), needed, grad, create_graph=True))
-        return (
-            *[next(found) if is_needed else None for is_needed in ctx.needs_input_grad[:3]],
-            *rest,
         )
