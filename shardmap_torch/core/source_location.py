@@ -5,10 +5,11 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import unwrap
+from itertools import takewhile
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
@@ -112,10 +113,8 @@ def call_site() -> Site | None:
 
 def site_calling(code: CodeType) -> Site | None:
     """Finds the innermost line of the user's that has called a function, which is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    frame = _users(frame)
+    frames = (frame for frame in _outwards(sys._getframe(1)) if frame.f_code is code)
+    frame = _users(next(frames, None))
     return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -144,12 +143,15 @@ def is_called_by(codes: Collection[CodeType]) -> bool:
     """Returns whether one of these runs, called by the innermost line of the user's or without."""
     frame = sys._getframe(1)
     users = _users(frame)
-    inner: FrameType | None = frame
-    while inner is not None and inner is not users:
-        if inner.f_code in codes:
-            return True
-        inner = inner.f_back
-    return False
+    inner = takewhile(lambda each: each is not users, _outwards(frame))
+    return any(each.f_code in codes for each in inner)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame and those around it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
@@ -175,13 +177,12 @@ def users_part(error: BaseException) -> TracebackType | None:
     cause = error.__cause__
     if cause is not None:
         cause.__traceback__ = users_part(cause)
-    kept: list[TracebackType] = []
+    own: list[TracebackType] = []
     trace = error.__traceback__
     while trace is not None:
-        if not is_own(trace.tb_frame):
-            kept.append(trace)
+        own += [] if is_own(trace.tb_frame) else [trace]
         trace = trace.tb_next
-    for each in reversed(kept):
+    for each in reversed(own):
         trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return trace
 
@@ -189,21 +190,16 @@ def users_part(error: BaseException) -> TracebackType | None:
 def is_running(function: object) -> bool:
     """Returns whether a function, if it is one of Python's, is on the stack."""
     code = getattr(function, "__code__", None)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is code for frame in _outwards(sys._getframe(1)))
 
 
 def user_call() -> tuple[FrameType, FrameType] | None:
     """Finds the innermost frame of the user's code, and that of what it has called."""
-    called = sys._getframe(1)
-    users = _users(called)
+    own = sys._getframe(1)
+    users = _users(own)
     if users is None:
         return None
-    while called.f_back is not users:
-        assert called.f_back is not None  # `users` is further out
-        called = called.f_back
+    *_, called = takewhile(lambda each: each is not users, _outwards(own))
     return users, called
 
 

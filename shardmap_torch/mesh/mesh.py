@@ -1,6 +1,6 @@
 """Mesh: a grid of ranks, how they run, and the process groups along its axes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -142,9 +142,10 @@ class _State:
         epoch: number of recoveries of the run before its groups were made.
         remade: whether its groups differ from those of the DeviceMesh it was made with.
         own: the groups that were made for it.
-        forget: callbacks that drop other references to the groups.
+        backend: runs collectives over its groups; holds the mesh, as those that follow do.
+        sharing: cached backends of bodies with automatic axes, by these.
         specs: cached DTensorSpecs, which hold its DeviceMesh.
-        crossings: cached boundaries of calls, which hold the mesh.
+        crossings: cached boundaries of calls.
     """
 
     closed: bool = False
@@ -152,15 +153,14 @@ class _State:
     epoch: int = 0
     remade: bool = False
     own: list[dist.ProcessGroup] = field(default_factory=list)
-    forget: list[Callable[[], object]] = field(default_factory=list)
+    backend: Any = None
+    sharing: Memo[Any] = field(default_factory=Memo)
     specs: Memo[Any] = field(default_factory=Memo)
     crossings: WeakSet[Any] = field(default_factory=WeakSet)
 
     def drop(self) -> None:
         """Drops the references of caches to the mesh."""
-        for forget in self.forget:
-            forget()
-        self.forget.clear()
+        self.backend, self.sharing = None, Memo()
         for crossing in list(self.crossings):
             crossing.close()
 
@@ -370,10 +370,6 @@ class Mesh(Grid):
     def _forget(self) -> None:
         self._groups.clear()
         self._state.drop()
-
-    def when_groups_change(self, forget: Callable[[], object]) -> None:
-        """Registers `forget`, to be called once when the groups are closed or made again."""
-        self._state.forget.append(forget)
 
     def require_open(self) -> None:
         """Requires that its groups can be used.

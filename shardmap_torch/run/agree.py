@@ -23,7 +23,7 @@ from shardmap_torch.control.start import call_number, current
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
-from shardmap_torch.errors import ShardMapError, show_shape
+from shardmap_torch.errors import KernelError, ShardMapError, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 
 if TYPE_CHECKING:  # it takes a second to import
@@ -156,19 +156,41 @@ def compared(
         CollectiveMismatchError: another process calls something else, or with other arguments.
         CommunicationError: another process is gone, or did not come in time.
     """
-    control = current() if mesh is None or mesh.kind in PROCESS_KINDS else None
-    if control is None or current_scope() is not None or torch.compiler.is_compiling():
+    is_local = mesh is not None and mesh.kind not in PROCESS_KINDS
+    alone = current() is None or current_scope() is not None or torch.compiler.is_compiling()
+    if is_local or alone:
         return run(read())
-    control.begin_call(name)
-    try:
+
+    def compare_and_run() -> Y:
         try:
             arguments = read()
         except ShardMapError as error:
             agree(refused(name, error))
             raise
         agree(Description.of(name, [f"{name}  # {call_site()}", *describe(arguments)]))
-        result = run(arguments)
+        return run(arguments)
+
+    return posting_errors(name, compare_and_run)
+
+
+def posting_errors(name: str, run: Callable[[], Y], mesh: Mesh | None = None) -> Y:
+    """Runs a call of the function `name`, and posts its error for the ranks that wait for it.
+
+    Raises:
+        MeshError: the mesh is closed, or broken since an error.
+        CollectiveMismatchError: the other ranks make another call.
+    """
+    if mesh is not None:
+        mesh.require_open()
+    control = current()
+    if control is None:
+        return run()
+    control.begin_call(name)
+    try:
+        result = run()
     except BaseException as error:
+        if isinstance(error, KernelError) and isinstance(error.__cause__, RuntimeError):
+            control.fail_quietly(error)  # a transfer has failed, and others may be in flight
         control.end_call(error)
         raise
     control.end_call()

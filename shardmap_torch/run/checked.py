@@ -39,12 +39,11 @@ from shardmap_torch.core.torch_private.fake_modes import postponing_dynamo
 from shardmap_torch.core.tree import Tree, entry_order
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
-from shardmap_torch.run.agree import Description, agree, describe, refused
+from shardmap_torch.run.agree import Description, agree, describe, posting_errors, refused
 from shardmap_torch.run.compiled import UncompiledError
 from shardmap_torch.run.recorded.recordings import Recordings, require_recordable
 from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.run.safety.equal_values import EqualValues
-from shardmap_torch.run.safety.error_posting import posting_errors
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.run.safety.own_state import own_state, undoing
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
@@ -144,7 +143,7 @@ class Checked:
         control, is_compared = current(), known is not None and known.description is not None
         if control is None or call.mesh.kind not in PROCESS_KINDS or control.in_call or is_compared:
             return self._find(key, call).verdict
-        return posting_errors(call.mesh, self._name, lambda: self._agreed(key, call)).verdict
+        return posting_errors(self._name, lambda: self._agreed(key, call), call.mesh).verdict
 
     def run(self, call: Call, run: Run, compiled: Callable[[], Tree] | None = None) -> Tree:
         """Runs a call as it was checked, and processes have compared it; `compiled` in its place.
@@ -159,7 +158,7 @@ class Checked:
             return self._run_checked(key, call, run, None)
         compared = partial(self._run_checked, key, call, run, compiled)
         try:
-            return posting_errors(call.mesh, self._name, compared)
+            return posting_errors(self._name, compared, call.mesh)
         except CollectiveMismatchError:
             self._forget(key, call)  # what a rank differs in may hide from the key, as in a file
             raise
@@ -240,7 +239,7 @@ class Checked:
             CollectiveMismatchError: another process has none.
         """
         if mesh.kind in PROCESS_KINDS:
-            posting_errors(mesh, self._name, lambda: agree(refused(self._name, error)))
+            posting_errors(self._name, lambda: agree(refused(self._name, error)), mesh)
         raise error
 
     def _find(self, key: Signature, call: Call) -> "_Known":

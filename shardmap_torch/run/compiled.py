@@ -39,10 +39,9 @@ from shardmap_torch.core.torch_private.engine import FakeTensorMode, set_compile
 from shardmap_torch.core.tree import Structure, Tree, map_leaves, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
-from shardmap_torch.run.agree import Description, agree, describe
+from shardmap_torch.run.agree import Description, agree, describe, posting_errors
 from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.run.safety.equal_values import EqualValues
-from shardmap_torch.run.safety.error_posting import posting_errors
 
 Ask: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Call, Verdict]]
 """Matches a call with its specs, and checks it."""
@@ -294,7 +293,7 @@ class Compared:
             leaves[position] = x
         values = self._equal.of(replace(self._call, leaves=leaves), control)
         run = partial(agree, self._description, values=values)
-        posting_errors(self._call.mesh, self._call.name, run)
+        posting_errors(self._call.name, run, self._call.mesh)
 
 
 _NUMBERS: Final = count(1)

@@ -1,7 +1,7 @@
 """Runtime of process-group meshes: this process is one rank."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from shardmap_torch.boundary.dtensor import Crossings, Enter, Leave
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind, is_transformed
-from shardmap_torch.core.caching import constant
+from shardmap_torch.core.caching import Memo, constant
 from shardmap_torch.core.tree import Tree, unflatten
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.mixing.backend import SharingBackend
@@ -114,37 +114,19 @@ def gather_shards(mesh: Mesh, x: Tensor) -> Tensor:
     return bind(_backend_of(mesh), Enter(mesh, P()), x)
 
 
-class _Backends:
-    """An attribute for each mesh: Dynamo would guard all keys of a dict, which meanwhile grows."""
-
-
-_BACKENDS: Final[Any] = _Backends()
-
-
 def _backend_of(mesh: Mesh) -> ProcessGroupBackend:
-    backend: ProcessGroupBackend = getattr(_BACKENDS, _make_backend(mesh))
+    _make_backend(mesh)
+    backend: ProcessGroupBackend = mesh._state.backend
     return backend
-
-
-_SHARING: dict[tuple[int, tuple[str, ...]], SharingBackend] = {}
-
-
-def _sharing_backend(mesh: Mesh, axes: tuple[str, ...]) -> SharingBackend:
-    key = id(mesh), axes
-    known = _SHARING.get(key)
-    if known is None or known.mesh is not mesh:
-        known = _SHARING[key] = SharingBackend(mesh, axes)
-        mesh.when_groups_change(lambda: _SHARING.pop(key, None))  # which does not hold the mesh
-    return known
 
 
 # A constant, so that Dynamo calls it: it cannot keep an object made while it traces.
 @constant
-def _make_backend(mesh: Mesh) -> str:
-    """Makes the backend unless there is one, and returns the name of its attribute."""
-    backends, name = vars(_BACKENDS), f"of_{id(mesh)}"
-    known = backends.get(name)
-    if known is None or known.mesh is not mesh:
-        backends[name] = ProcessGroupBackend(mesh)
-        mesh.when_groups_change(lambda: backends.pop(name, None))  # which does not hold the mesh
-    return name
+def _make_backend(mesh: Mesh) -> None:
+    if mesh._state.backend is None:
+        mesh._state.backend = ProcessGroupBackend(mesh)
+
+
+def _sharing_backend(mesh: Mesh, axes: tuple[str, ...]) -> SharingBackend:
+    known: Memo[SharingBackend] = mesh._state.sharing
+    return known.get(axes, lambda: SharingBackend(mesh, axes))

@@ -15,10 +15,9 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.mesh import PROCESS_KINDS
 from shardmap_torch.run import vmap
-from shardmap_torch.run.agree import Description, agree, describe, is_compared
+from shardmap_torch.run.agree import Description, agree, describe, is_compared, posting_errors
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.equal_values import EqualValues
-from shardmap_torch.run.safety.error_posting import posting_errors
 
 
 class Unchecked:
@@ -37,7 +36,7 @@ class Unchecked:
         """
         if call.mesh.kind not in PROCESS_KINDS:
             return run(call, False)
-        return posting_errors(call.mesh, call.name, lambda: self._compare_and_run(call, run))
+        return posting_errors(call.name, lambda: self._compare_and_run(call, run), call.mesh)
 
     def _compare_and_run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
         control = current()

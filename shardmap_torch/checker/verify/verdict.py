@@ -270,8 +270,14 @@ class Verdict:
         """
         leaves = call.leaves if self.refusal is None else detached(call)
         follow = partial(monitor, self.start, late)
-        draws, rank_only = self.traits.draws, self.traits.rank_only
-        return call.checked(leaves, self.match, self.exits, follow, draws, rank_only)
+        return call.checked(
+            leaves=leaves,
+            match=self.match,
+            exits=self.exits,
+            follow=follow,
+            draws=self.traits.draws,
+            rank_only=self.traits.rank_only,
+        )
 
     @property
     def batches(self) -> bool:

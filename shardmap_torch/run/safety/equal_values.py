@@ -26,7 +26,7 @@ from shardmap_torch.core.hashing import Bits
 from shardmap_torch.core.source_location import Site, call_site, site_calling
 from shardmap_torch.errors import show_shape
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run.safety.error_posting import posting_errors
+from shardmap_torch.run.agree import posting_errors
 from shardmap_torch.spec import P
 
 VARIABLE: Final = "SHARDMAP_DEBUG"
