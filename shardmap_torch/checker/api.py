@@ -2,17 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
-from shardmap_torch.checker.explanation import (
-    ExplainedProgram,
-    Explanation,
-    explained,
-    title_of,
-)
+from shardmap_torch.checker.explanation import Explanation, explained, title_of
 from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use, show_types
 from shardmap_torch.checker.verify.request import Strictness
@@ -123,13 +118,11 @@ class Program(Shown):
         """Hash of the program with its literals and without source locations."""
         return hashlib.sha256("\n".join(self._lines(sites=False)).encode()).hexdigest()[:16]
 
-    def explained(self) -> ExplainedProgram:
+    def explained(self) -> Explanation:
         """Returns the program by lines, with equal layers that follow one another once."""
         numbered = enumerate(self.program_paths, 1)
         paths = [explained(number, path, self.mesh.axis_names) for number, path in numbered]
-        return ExplainedProgram(
-            self.name, self.mesh, self.in_specs, tuple(paths), self.bytes_sent()
-        )
+        return Explanation(self.name, self.mesh, self.in_specs, tuple(paths), self.bytes_sent())
 
     def page(self) -> Page:
         """Returns the page: the source, and beside each line what it makes."""
@@ -284,23 +277,14 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         [('mul', ('float32[2]',), ({'dp': V},))]
     """
     program = trace(f, *args, **kwargs)
-    verdict, refusal = _ask_globally(f, args, kwargs)
-    return Explanation(
-        **vars(program.explained()),
-        assumed=() if verdict is None else _assumed(program, verdict),
-        tried="" if verdict is None else verdict.tried,
-        refusal=refusal,
-    )
-
-
-def _ask_globally(
-    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Verdict | None, ShardTypeError | None]:
-    """Returns the verdict of global strictness, or why there is none."""
+    explanation = program.explained()
     try:
-        return verdict_on(f, args, kwargs, "global"), None
+        verdict = verdict_on(f, args, kwargs, "global")
     except ShardTypeError as error:
-        return None, error
+        return replace(explanation, one_device="refused", refusal=error)
+    how = "tried" if verdict.tried else "proven"
+    assumed = _assumed(program, verdict)
+    return replace(explanation, one_device=how, assumed=assumed, tried=verdict.tried)
 
 
 def _assumed(program: Program, verdict: Verdict) -> tuple[str, ...]:

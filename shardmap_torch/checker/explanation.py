@@ -232,8 +232,10 @@ def title_of(number: int, path: ProgramPath, sites: bool) -> Sequence[str]:
 
 
 @dataclass(frozen=True, repr=False)
-class ExplainedProgram(Shown):
-    """A program: each operation with its line, types, bytes and backward.
+class Explanation(Shown):
+    """A program: each operation with its line, types, bytes and backward, beside one device.
+
+    `str` formats its collectives, in a notebook it is a page, and `html(path)` writes that.
 
     Attributes:
         name: the name of the function.
@@ -241,6 +243,11 @@ class ExplainedProgram(Shown):
         arguments: the path and the spec of each tensor argument, with every axis typed.
         paths: the paths through the body; several if it branches on numbers taken from tensors.
         bytes_sent: the bytes that each rank sends, by axis, forward and backward together.
+        one_device: whether the ranks compute what one device does: "proven" by layouts, "tried"
+            with numbers or "refused"; empty if that was not asked.
+        assumed: what global strictness assumes to be right, such as a `local_region`.
+        tried: how it was compared with one device by numbers; empty if layouts prove it.
+        refusal: why it is another program than on one device; None if it is the same.
     """
 
     name: str
@@ -248,6 +255,10 @@ class ExplainedProgram(Shown):
     arguments: tuple[tuple[str, P], ...]
     paths: tuple[ExplainedPath, ...]
     bytes_sent: Mapping[str, int]
+    one_device: str = ""
+    assumed: tuple[str, ...] = ()
+    tried: str = ""
+    refusal: ShardTypeError | None = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -260,7 +271,7 @@ class ExplainedProgram(Shown):
         return tuple(row for row in self.rows if row.collective is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the program as what JSON has."""
+        """Returns the explanation as what JSON has."""
         return {
             "name": self.name,
             "mesh": dict(self.mesh.shape),
@@ -270,46 +281,6 @@ class ExplainedProgram(Shown):
                 for path in self.paths
             ],
             "bytes_sent": dict(self.bytes_sent),
-        }
-
-    def page(self) -> Page:
-        """Returns the page: the source, and beside each line what it makes."""
-        sent = [(axis, f"{count:,}") for axis, count in sorted(self.bytes_sent.items())]
-        specs = _alike([(path, repr(spec)) for path, spec in self.arguments])
-        tables = [
-            Table("Arguments", ["Argument", "Spec"], specs),
-            Table("Bytes sent by each rank", ["Axis", "Bytes"], sent),
-            *(table for path in self.paths for table in _gradients(path)),
-        ]
-        return Page(f"{self.name} on the {self.mesh}", entries=_entries(self.rows), tables=tables)
-
-
-@dataclass(frozen=True, repr=False)
-class Explanation(ExplainedProgram):
-    """A program, and whether the ranks compute what one device does.
-
-    `str` formats its collectives, in a notebook it is a page, and `html(path)` writes that.
-
-    Attributes:
-        assumed: what global strictness assumes to be right, such as a `local_region`.
-        tried: how it was compared with one device by numbers; empty if layouts prove it.
-        refusal: why it is another program than on one device; None if it is the same.
-    """
-
-    assumed: tuple[str, ...] = ()
-    tried: str = ""
-    refusal: ShardTypeError | None = None
-
-    @property
-    def one_device(self) -> str:
-        """Says if the ranks compute what one device does: "proven", "tried" or "refused"."""
-        if self.refusal is not None:
-            return "refused"
-        return "tried" if self.tried else "proven"
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the explanation as what JSON has."""
-        return super().to_json() | {
             "one_device": self.one_device,
             "assumed": self.assumed,
             "tried": self.tried,
@@ -331,6 +302,8 @@ class Explanation(ExplainedProgram):
 
     def _globally(self) -> list[str]:
         """Formats the verdict of global strictness."""
+        if not self.one_device:
+            return []
         if self.refusal is not None:
             return ["global: another program than on one device:", *f"{self.refusal}".splitlines()]
         promised = ", if these keep what they promise:" if self.assumed else ""
@@ -339,17 +312,31 @@ class Explanation(ExplainedProgram):
 
     def page(self) -> Page:
         """Returns the page: the source, and beside each line what it makes."""
-        verdict = {
-            "proven": "The ranks compute what one device does: proven.",
-            "tried": "The ranks compute what one device does: tried with random numbers.",
-            "refused": "Another program than on one device.",
-        }[self.one_device]
-        page = super().page()
+        sent = [(axis, f"{count:,}") for axis, count in sorted(self.bytes_sent.items())]
+        specs = _alike([(path, repr(spec)) for path, spec in self.arguments])
+        tables = [
+            Table("Arguments", ["Argument", "Spec"], specs),
+            Table("Bytes sent by each rank", ["Axis", "Bytes"], sent),
+            *(table for path in self.paths for table in _gradients(path)),
+        ]
+        entries = _entries(self.rows)
         causes = {} if self.refusal is None else page_of_error(self.refusal).entries
-        lines = sorted({*causes, *page.entries})
-        entries = {at: [*causes.get(at, ()), *page.entries.get(at, ())] for at in lines}
-        details = "\n".join(self._globally()[1:])
-        return replace(page, verdict=verdict, entries=entries, text=details)
+        lines = sorted({*causes, *entries})
+        return Page(
+            f"{self.name} on the {self.mesh}",
+            entries={at: [*causes.get(at, ()), *entries.get(at, ())] for at in lines},
+            tables=tables,
+            verdict=_VERDICTS[self.one_device],
+            text="\n".join(self._globally()[1:]),
+        )
+
+
+_VERDICTS: Final = {
+    "": "",
+    "proven": "The ranks compute what one device does: proven.",
+    "tried": "The ranks compute what one device does: tried with random numbers.",
+    "refused": "Another program than on one device.",
+}
 
 
 def _gradients(path: ExplainedPath) -> Iterator[Table]:

@@ -263,8 +263,6 @@ def run_fake(
         if call is None or not _is_known(op):
             return _run(mode, op, args, kwargs)
         known = _RESULTS.find(call.key)
-        if known is None and _is_on_lists(op):
-            known = _describe_lists(mode, op, args, kwargs)
         if known is not None:
             _RESULTS.put(call.key, known)
             return make(mode, known, call.tensors)
@@ -305,73 +303,12 @@ def _grouped_result(
 
 
 def _run(mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
-    if mode.shape_env is None and _is_in_place_on_lists(op):
-        args, _ = _distinct(mode, args, kwargs) or (args, ())
     # torch remembers calls by operands of which it does not see whether they are zeros.
     before, mode.cache_enabled = mode.cache_enabled, forward_level() < 0
     try:
         return op(*args, **kwargs)
     finally:
         mode.cache_enabled = before
-
-
-def _describe_lists(
-    mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Any
-) -> Result | None:
-    """Describes new results for lists by one of all equal positions; None if some are not new."""
-    found = _distinct(mode, args, kwargs)
-    if found is None:
-        return None
-    few, places = found
-    operands = [x for value in few if isinstance(value, list | tuple) for x in value]
-    result = _describe(op(*few, **kwargs), operands)
-    if result is None or any(item is None or item.operand is not None for item in result.items):
-        return None
-    return Result(result.container, tuple([result.items[place] for place in places]))
-
-
-@lru_cache(maxsize=4096)
-def _is_on_lists(op: OpOverload) -> bool:
-    """Returns whether an operation maps lists of tensors to a list, position by position."""
-    return op._schema.name.startswith("aten::_foreach_") and len(op._schema.returns) == 1
-
-
-@lru_cache(maxsize=4096)
-def _is_in_place_on_lists(op: OpOverload) -> bool:
-    """Returns whether an operation does so in the memory of the first list."""
-    name = op._schema.name
-    return name.startswith("aten::_foreach_") and name.endswith("_")
-
-
-def _distinct(
-    mode: FakeTensorMode, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Sequence[int]] | None:
-    """Returns the arguments with one of all positions at which lists have equal tensors.
-
-    That is one for each kind of parameter, where an optimizer has one for each layer. Returns in
-    addition the place among these of every position; None where they are not tensors alone.
-    """
-    lists = [value for value in args if type(value) in (list, tuple)]
-    named = any(isinstance(value, Tensor | list | tuple) for value in kwargs.values())
-    if named or len({len(value) for value in lists}) != 1:
-        return None
-    known: dict[Key, int] = {}
-    firsts: list[int] = []
-    places: list[int] = []
-    for at, items in enumerate(zip(*lists, strict=True)):
-        key: list[Any] = []
-        if not all(type(item) is FakeTensor for item in items) or not _add(
-            mode, key, items, CallLookup((), [], [])
-        ):
-            return None
-        place = known.setdefault(tuple(key), len(known))
-        if place == len(firsts):
-            firsts.append(at)
-        places.append(place)
-    few = [
-        [value[at] for at in firsts] if type(value) in (list, tuple) else value for value in args
-    ]
-    return few, places
 
 
 def empty(

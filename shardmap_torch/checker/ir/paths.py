@@ -77,8 +77,17 @@ class Branch:
         return f"{self.condition} is {self.holds}{at}"
 
 
-class PartsNeededError(BaseException):
-    """Unwinds a body that takes a rank's part of a tuple, to mark those that torch returns."""
+class AgainError(BaseException):
+    """Unwinds a body, past its own `except Exception`, that is interpreted again with more known.
+
+    Attributes:
+        axes: those along which alone there are several ranks where steps of regions are needed;
+            None where the body takes a rank's part of a tuple, and those of torch are to be marked.
+    """
+
+    def __init__(self, axes: frozenset[str] | None = None) -> None:
+        super().__init__()
+        self.axes = axes
 
 
 class Failing:

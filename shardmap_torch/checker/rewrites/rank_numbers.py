@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.ir.paths import PartsNeededError
+from shardmap_torch.checker.ir.paths import AgainError
 from shardmap_torch.checker.rewrites import functions
 from shardmap_torch.checker.rewrites.copies import Host
 from shardmap_torch.checker.rewrites.functions import read, write
@@ -215,7 +215,7 @@ class RankNumber:
         if (
             differs or not others
         ) and not branches.marks_parts:  # one rank takes parts as others do
-            raise PartsNeededError
+            raise AgainError
         if differs:
             self.refuse(
                 "a number that differs by rank is used as a position in a list, a size or a "

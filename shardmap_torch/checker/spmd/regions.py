@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import COLLECTIVE, UNOBSERVED, Observer
+from shardmap_torch.checker.ir.paths import AgainError
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -73,18 +74,6 @@ class RegionRecorder(Observer):
             self.regions[-1].on_step(_END, {"outputs": outputs}, [])
 
 
-class RecordNeededError(BaseException):
-    """The steps of regions are needed, with several ranks along `axes` alone.
-
-    No Exception, which a body might catch.
-    """
-
-    def __init__(self, axes: Axes) -> None:
-        """Names the `axes` of the types of a region."""
-        super().__init__()
-        self.axes = axes
-
-
 class Records:
     """The steps of regions, by the axes along which there are several ranks."""
 
@@ -101,11 +90,11 @@ class Records:
         """Returns the steps of one region.
 
         Raises:
-            RecordNeededError: there is no such record yet.
+            AgainError: there is no such record yet.
             UnrelatedError: the body does not come so far there.
         """
         if axes not in self._known:
-            raise RecordNeededError(axes)
+            raise AgainError(axes)
         recorder, failure = self._known[axes]
         if index >= len(recorder.regions):
             over = ", ".join(map(repr, sorted(axes)))

@@ -11,8 +11,8 @@ from typing import Any, Final
 from shardmap_torch.boundary.call import Result
 from shardmap_torch.checker.interpreter import modes, operations
 from shardmap_torch.checker.ir.paths import (
+    AgainError,
     Branches,
-    PartsNeededError,
     SymbolicNumber,
     format_branches,
 )
@@ -115,50 +115,36 @@ def _note_cause(request: Request, error: Exception) -> None:
 
 
 def verify_path(request: Request, branches: Branches) -> PathOutcome:
-    """Verifies one path.
+    """Verifies one path by one interpretation after another, until all is known that it needs.
 
     Raises:
         ShardTypeError: it is not well-typed, or differs from the program on one device.
     """
+    one = None
     try:
-        try:
-            return _verify_with_one_device(request, branches)
-        except PartsNeededError:
-            branches.marks_parts = True
+        while True:
+            try:
+                one = one or interpret_on_one_device(request, branches)
+                return _verify(request, branches, one)
+            except AgainError as needed:
+                if one is None or needed.axes is None:
+                    # 1. The body takes a rank's part of a tuple: what torch returns is marked.
+                    branches.marks_parts, one = True, None
+                else:
+                    # 2. Steps of regions have to be known where only these axes have several ranks.
+                    one.records.add(needed.axes)
+            except ShardTypeError as error:
+                # 3. The ranks have come to where the program on one device has failed. What differs
+                # before that is the cause of what fails after it; else types alone are checked.
+                if one is None or not one.is_left_by(error):
+                    raise
+                one = replace(one, is_compared=False)
             branches.start()
-        return _verify_with_one_device(request, branches)
     except ShardTypeError as error:
         error.args = ("\n".join([str(error), *format_branches(branches.taken)]),)
         raise
     finally:
         branches.end()
-
-
-def _verify_with_one_device(request: Request, branches: Branches) -> PathOutcome:
-    one = interpret_on_one_device(request, branches)
-    return (
-        _verify(request, branches, None) if one is None else _with_regions(request, branches, one)
-    )
-
-
-def _with_regions(request: Request, branches: Branches, one: OneDevice) -> PathOutcome:
-    """Verifies a path again with every region that turns out to be needed.
-
-    Where the program on one device has failed, the steps before that are compared: what differs
-    there is the cause of what fails on the ranks after it. If none does, types alone are checked.
-    """
-    from shardmap_torch.checker.spmd.regions import RecordNeededError
-
-    while True:
-        try:
-            return _verify(request, branches, one)
-        except RecordNeededError as needed:
-            one.records.add(needed.axes)
-        except ShardTypeError as error:
-            if not one.is_left_by(error):
-                raise
-            one = replace(one, is_compared=False)
-        branches.start()
 
 
 def _verify(request: Request, branches: Branches, one: OneDevice | None) -> PathOutcome:

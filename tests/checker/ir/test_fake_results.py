@@ -100,31 +100,6 @@ def test_a_result_made_again_is_the_one_that_torch_makes(body: Body) -> None:
     assert remembering.made_again
 
 
-def test_a_write_into_lists_runs_at_one_of_all_equal_positions_and_refuses_as_at_all() -> None:
-    seen: list[int] = []
-
-    def add(own: Sequence[Tensor], more: Sequence[Tensor]) -> None:
-        class Counting(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
-            ) -> Any:
-                seen.append(len(args[0]))
-                return func(*args, **(kwargs or {}))
-
-        with Counting():  # type: ignore[no-untyped-call]  # torch's
-            run_fake(mode, None, torch.ops.aten._foreach_add_.List, [own, more], {"alpha": 2.0})
-
-    with FakeTensorMode() as mode:
-        xs = [torch.empty(4, 3) for _ in range(5)] + [torch.empty(2)]
-        ys = [torch.empty(4, 3) for _ in range(4)] + [torch.empty(3), torch.empty(2)]
-        add(xs, ys)
-        assert seen == [3]
-        with pytest.raises(RuntimeError, match="length 5"):
-            add(xs, [*ys[:3], torch.empty(5), *ys[4:]])
-        with pytest.raises(RuntimeError, match="same number of tensors"):
-            add(xs, ys[1:])
-
-
 def test_a_view_made_again_is_of_the_operand_of_this_call() -> None:
     with FakeTensorMode() as mode:
         storage = torch.empty(8, 3)
