@@ -67,8 +67,8 @@ collectives and checks in a backward
   torch._C._autograd: _get_sequence_nr _pop_saved_tensors_default_hooks
     _push_saved_tensors_default_hooks _top_saved_tensors_default_hooks
 torch.func transforms in and around a body
-  torch._C: _are_functorch_transforms_active _vmapmode_decrement_nesting
-    _vmapmode_increment_nesting
+  torch._C: DispatchKey.FuncTorchBatched DispatchKeySet _ExcludeDispatchKeyGuard
+    _are_functorch_transforms_active _vmapmode_decrement_nesting _vmapmode_increment_nesting
   torch._C._functorch: TransformType get_dynamic_layer_stack_depth get_interpreter_stack
     get_unwrapped is_batchedtensor is_functorch_wrapped_tensor is_gradtrackingtensor
     maybe_get_bdim maybe_get_level peek_interpreter_stack _set_vmap_fallback_warning_enabled
