@@ -22,10 +22,8 @@ branches raise `TransformError` for functions that are none and trees that diffe
 
 Source: `jax.lax`; each function has the name, the arguments and the defaults of JAX's.
 
-`axis_index_groups` splits an axis into groups of equal size, each with its own result. The result
-therefore varies over the axis, also where it would be equal without groups. All ranks' values are
-gathered for it, and those of the group selected; an axis of its own for the groups (`make_mesh`
-with `views=`) sends less.
+`axis_index_groups` is refused: a result of each group's own has no type along the axis. An axis of
+their own (`make_mesh` with `views=`) types it, and sends to the group alone.
 """
 
 from shardmap_torch.contracts import export

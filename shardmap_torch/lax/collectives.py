@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch import ops
 from shardmap_torch.core.tree import map_leaves
 from shardmap_torch.errors import CollectiveError, show
-from shardmap_torch.lax.operands import WORDS, Groups, join, read, read_type
+from shardmap_torch.lax.operands import WORDS, read, read_type
 from shardmap_torch.ops.arguments import Axis, read_dim, read_items, shown
 from shardmap_torch.ops.reduce import check_split
 from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z
@@ -21,7 +21,7 @@ _CASTS: Final = ((I, V), (I, R), (R, V), (V, Partial))
 
 
 def psum(
-    x: X, axis_name: Axis, *, axis_index_groups: Groups | None = None, src: TypeLike | None = None
+    x: X, axis_name: Axis, *, axis_index_groups: None = None, src: TypeLike | None = None
 ) -> X:
     """Sums `x` over the ranks of `axis_name`; every rank gets the same sum, of type I.
 
@@ -29,8 +29,7 @@ def psum(
     the axis size. Booleans are counted, as int64. With `src` I or R the result is n*x, computed
     locally.
 
-    Types: V or P becomes I, with groups V. Backward: the cotangent as it is; with groups the sum of
-    the group's. Sends as `all_reduce`.
+    Types: V or P becomes I. Backward: the cotangent as it is. Sends as `all_reduce`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -45,8 +44,6 @@ def psum(
 
     def one(leaf: Tensor) -> Tensor:
         leaf = leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf
-        if call.groups:
-            return call.by_member(leaf).sum(0, dtype=leaf.dtype)
         types = call.types(leaf)
         # Along axes with equal values n copies are added by a product, along the others by a sum.
         equal = [axis for axis, type_ in types.items() if type_ in (I, R, K)]
@@ -57,7 +54,7 @@ def psum(
 
 
 def pmean(
-    x: X, axis_name: Axis, *, axis_index_groups: Groups | None = None, src: TypeLike | None = None
+    x: X, axis_name: Axis, *, axis_index_groups: None = None, src: TypeLike | None = None
 ) -> X:
     """Averages `x` over the ranks of `axis_name`: `psum` divided by the number of ranks.
 
@@ -77,12 +74,12 @@ def pmean(
 
 
 def pmax(
-    x: X, axis_name: Axis, *, axis_index_groups: Groups | None = None, src: TypeLike | None = None
+    x: X, axis_name: Axis, *, axis_index_groups: None = None, src: TypeLike | None = None
 ) -> X:
     """Takes the largest value over the ranks of `axis_name`; every rank gets it, of type I.
 
     Unlike JAX's, it has a derivative: the ranks that hold the extremum share it evenly. Types: V
-    becomes I, with groups V. Sends as `all_reduce`; nothing where `src` is I or R.
+    becomes I. Sends as `all_reduce`; nothing where `src` is I or R.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -95,24 +92,20 @@ def pmax(
 
 
 def pmin(
-    x: X, axis_name: Axis, *, axis_index_groups: Groups | None = None, src: TypeLike | None = None
+    x: X, axis_name: Axis, *, axis_index_groups: None = None, src: TypeLike | None = None
 ) -> X:
     """Takes the smallest value over the ranks of `axis_name`; types, backward, bytes: as `pmax`."""
     return _extremum("min", x, axis_name, axis_index_groups, src)
 
 
 def _extremum(
-    op: Literal["max", "min"], x: X, axis_name: Axis, groups: Groups | None, src: TypeLike | None
+    op: Literal["max", "min"], x: X, axis_name: Axis, groups: None, src: TypeLike | None
 ) -> X:
     call = read(f"p{op}", axis_name, src, groups)
 
-    def one(leaf: Tensor) -> Tensor:
-        if call.groups:
-            every = call.by_member(leaf)
-            return every.amax(0) if op == "max" else every.amin(0)
-        return call.reduced(leaf, call.types(leaf), op)
-
-    return call.map_numbers(one, x, lambda number: number)
+    return call.map_numbers(
+        lambda leaf: call.reduced(leaf, call.types(leaf), op), x, lambda number: number
+    )
 
 
 def psum_scatter(
@@ -120,13 +113,13 @@ def psum_scatter(
     axis_name: Axis,
     *,
     scatter_dimension: int = 0,
-    axis_index_groups: Groups | None = None,
+    axis_index_groups: None = None,
     tiled: bool = False,
     src: TypeLike | None = None,
 ) -> X:
     """Sums `x` over the ranks of `axis_name` and leaves each its shard along `scatter_dimension`.
 
-    Shape: `scatter_dimension` must be n, the number of ranks (or of a group's members), and goes
+    Shape: `scatter_dimension` must be n, the number of ranks and goes
     away; with `tiled=True` its size d becomes d/n. Types: V or P becomes V. Backward: all_gather.
     Sends as `reduce_scatter`.
 
@@ -137,16 +130,12 @@ def psum_scatter(
         >>> shard_map(f, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(torch.arange(4.0))
         tensor([2., 4.])
     """
-    name, word = "psum_scatter", "scatter_dimension"
-    call = read(name, axis_name, src, axis_index_groups, _ANY)
+    call = read("psum_scatter", axis_name, src, axis_index_groups, _ANY)
 
     def one(leaf: Tensor) -> Tensor:
         leaf = leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf
-        if not call.groups:
-            leaf = call.varying(leaf)
-            return ops.reduce_scatter(leaf, call.axes, dim=scatter_dimension, tiled=tiled)
-        at = read_dim(name, word, scatter_dimension, leaf.ndim)
-        return call.exchanged(leaf, word, at, tiled).sum(0, dtype=leaf.dtype)
+        leaf = call.varying(leaf)
+        return ops.reduce_scatter(leaf, call.axes, dim=scatter_dimension, tiled=tiled)
 
     return call.map(one, x)
 
@@ -155,7 +144,7 @@ def all_gather(
     x: X,
     axis_name: Axis,
     *,
-    axis_index_groups: Groups | None = None,
+    axis_index_groups: None = None,
     axis: int = 0,
     tiled: bool = False,
     to: TypeLike = "varying",
@@ -179,17 +168,8 @@ def all_gather(
     """
     call = read("all_gather", axis_name, src, axis_index_groups)
     target = read_type("all_gather", "to", to, (V, R, I))
-    if call.groups and target != V:
-        raise CollectiveError(
-            f"all_gather: to={WORDS[target]!r} promises one value on all ranks of "
-            f"{shown(call.axes)}, but with axis_index_groups each group has its own; leave "
-            "to='varying'."
-        )
 
     def one(leaf: Tensor) -> Tensor:
-        if call.groups:
-            at = read_dim("all_gather", "axis", axis, leaf.ndim + (not tiled))
-            return join(call.by_member(leaf), at, tiled)
         dst = I if target == I else R
         every = ops.all_gather(call.varying(leaf), call.axes, dim=axis, dst=dst, tiled=tiled)
         if target == I:
@@ -205,13 +185,13 @@ def all_to_all(
     split_axis: int,
     concat_axis: int,
     *,
-    axis_index_groups: Groups | None = None,
+    axis_index_groups: None = None,
     tiled: bool = False,
     src: TypeLike | None = None,
 ) -> X:
     """Splits each rank's value along `split_axis`, sends block j to rank j, joins what arrives.
 
-    Shape: `split_axis` must be n, the number of ranks (or of a group's members), and goes away; a
+    Shape: `split_axis` must be n, the number of ranks and goes away; a
     new dim of size n stands at `concat_axis` of the result. With `tiled=True` `split_axis` d
     becomes d/n and `concat_axis` d becomes n*d, and they may be the same. Types: V stays V.
     Backward: all_to_all with the dims swapped. Sends (n-1)/n * x.nbytes per rank.
@@ -231,8 +211,6 @@ def all_to_all(
     def one(leaf: Tensor) -> Tensor:
         at = read_dim(name, "split_axis", split_axis, leaf.ndim)
         concat = read_dim(name, "concat_axis", concat_axis, leaf.ndim)
-        if call.groups:
-            return join(call.exchanged(leaf, "split_axis", at, tiled), concat, tiled)
         length = leaf.shape[at]
         check_split(name, "split_axis", length, call.axes, call.num_members, tiled, None)
         leaf = call.varying(leaf)
@@ -246,7 +224,7 @@ def pswapaxes(
     axis_name: Axis,
     axis: int,
     *,
-    axis_index_groups: Groups | None = None,
+    axis_index_groups: None = None,
     src: TypeLike | None = None,
 ) -> X:
     """Swaps the mesh axis with the dim `axis`: `all_to_all(x, axis_name, axis, axis)`."""

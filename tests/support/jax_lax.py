@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 NUM_RANKS = 4
-HALVES = "axis_index_groups=[[0, 2], [3, 1]]"
 
 # (expression, shape of the operand on a rank, whether it varies, whether JAX has its gradient)
 CASES: list[tuple[str, tuple[int, ...], bool, bool]] = [
@@ -54,15 +53,6 @@ CASES: list[tuple[str, tuple[int, ...], bool, bool]] = [
     ("lax.pshuffle(x, 'i', [2, 0, 3, 1])", (3,), True, True),
     ("lax.pswapaxes(x, 'i', 1)", (3, 4), True, True),
     ("lax.pcast(x, 'i', to='varying'{src})", (3,), False, True),
-    (f"lax.psum(x, 'i', {HALVES})", (3,), True, True),
-    (f"lax.pmax(x, 'i', {HALVES})", (3,), True, False),
-    (f"lax.all_gather(x, 'i', axis=1, {HALVES})", (3, 2), True, True),
-    (f"lax.all_gather(x, 'i', axis=1, tiled=True, {HALVES})", (3, 2), True, True),
-    (f"lax.psum_scatter(x, 'i', {HALVES})", (2, 3), True, True),
-    (f"lax.psum_scatter(x, 'i', scatter_dimension=1, tiled=True, {HALVES})", (3, 4), True, True),
-    (f"lax.all_to_all(x, 'i', 0, 1, {HALVES})", (2, 3), True, False),
-    (f"lax.all_to_all(x, 'i', 1, 0, tiled=True, {HALVES})", (3, 4), True, True),
-    (f"lax.pswapaxes(x, 'i', 0, {HALVES})", (2, 3), True, True),
 ]
 
 
