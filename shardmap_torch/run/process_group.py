@@ -13,6 +13,7 @@ from shardmap_torch.boundary.matching import Match
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind, is_transformed
 from shardmap_torch.core.caching import Memo, constant
+from shardmap_torch.core.storage import apart
 from shardmap_torch.core.tree import Tree, unflatten
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.mixing.backend import SharingBackend
@@ -21,7 +22,6 @@ from shardmap_torch.mixing.run import entry_specs, run_shared
 from shardmap_torch.run.agree import number
 from shardmap_torch.run.drawing import Drawing, agreed
 from shardmap_torch.run.recorded.recordings import run_process, serves
-from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.spec import P
 
 has_data: Final = True

@@ -11,13 +11,13 @@ from shardmap_torch.boundary.call import Call, Untouched, is_checked, run_body
 from shardmap_torch.collectives.autograd import reject_transforms
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
+from shardmap_torch.core.storage import apart
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run import threads, vmap
 from shardmap_torch.run.compiled import give_up
 from shardmap_torch.run.recorded.recordings import run_simulated, serves
-from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.spec import P
 
 has_data: Final = True

@@ -14,6 +14,7 @@ from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, ru
 from shardmap_torch.boundary.matching import spec_of
 from shardmap_torch.boundary.shards import join, split
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.storage import apart
 from shardmap_torch.core.torch_private.engine import (
     functorch,
     lazy_load_decompositions,
@@ -22,7 +23,6 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run.safety.aliasing import apart
 from shardmap_torch.run.safety.dropped_by_vmap import RefusingDropped, rank_only
 from shardmap_torch.spec import P
 

@@ -19,28 +19,9 @@ _NEVER: Final = 1 << 30
 """Number of younger collections before a full one: none during a check."""
 
 
-class _Postponed:
-    """The contexts that are open, on any thread, and the threshold from before the first."""
-
-    def __init__(self) -> None:
-        self._lock, self._num_open, self._before = Lock(), 0, (0, 0, 0)
-
-    def begin(self) -> None:
-        with self._lock:
-            self._num_open += 1
-            if self._num_open == 1:
-                self._before = gc.get_threshold()
-                first, second, _ = self._before
-                gc.set_threshold(max(first, _YOUNG) if first else 0, second, _NEVER)
-
-    def end(self) -> None:
-        with self._lock:
-            self._num_open -= 1
-            if self._num_open == 0 and gc.get_threshold()[2] == _NEVER:  # else other code has
-                gc.set_threshold(*self._before)
-
-
-_POSTPONED: Final = _Postponed()
+_LOCK: Final = Lock()
+_BEFORE: Final[list[tuple[int, int, int]]] = []
+"""The threshold from before each context that is open, on any thread."""
 
 
 @contextmanager
@@ -52,8 +33,14 @@ def postponing_full_collections() -> Iterator[None]:
         ...     gc.get_threshold()[2] > 1_000_000
         True
     """
-    _POSTPONED.begin()
+    with _LOCK:
+        first, second, _ = before = gc.get_threshold()
+        _BEFORE.append(_BEFORE[0] if _BEFORE else before)
+        gc.set_threshold(max(first, _YOUNG) if first else 0, second, _NEVER)
     try:
         yield
     finally:
-        _POSTPONED.end()
+        with _LOCK:
+            before = _BEFORE.pop()
+            if not _BEFORE and gc.get_threshold()[2] == _NEVER:  # else other code has set it
+                gc.set_threshold(*before)
