@@ -165,8 +165,12 @@ def _read_hardware(name: str) -> Hardware:
     known = {"A100": A100, "B200": B200, "H100": H100, "H200": H200}
     if name in known:
         return known[name]
+    if name == "this_machine":
+        return this_machine()
+    if not Path(name).is_file():
+        raise UsageError(f"--hardware takes {_HARDWARE}, not {name!r}.")
     try:
-        return this_machine() if name == "this_machine" else read_hardware(name)
+        return read_hardware(name)
     except ShardMapError as error:
         raise UsageError(str(error)) from None
 

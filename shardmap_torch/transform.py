@@ -213,7 +213,7 @@ def shard_map(
             return (
                 body.run(args, kwargs) if compiler is None else body.run_by(compiler, args, kwargs)
             )
-        except ShardMapError as error:  # which says where it is: frames in between say nothing
+        except Exception as error:  # frames of this package say nothing
             error.__traceback__ = users_part(error)
             raise
 

@@ -175,7 +175,10 @@ def test_meshes_are_ranked(called: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("estimate steps.py:own --hardware H900", "read_hardware: H900 is no TOML file: "),
+        (
+            "estimate steps.py:own --hardware H900",
+            "or a TOML file with the fields of Hardware, not 'H900'.",
+        ),
         ("best-mesh steps.py:own --ranks 0 --axes i --hardware H100", "not 0."),
     ],
 )

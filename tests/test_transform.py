@@ -711,17 +711,23 @@ def test_names_for_all_do_not_replace_modules_of_torch_and_python() -> None:
     assert not any(isinstance(value, ModuleType) for value in exported)
 
 
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [(ShardMapError, True), (RuntimeError, True), (RuntimeError, "global"), (RuntimeError, False)],
+)
 def test_the_traceback_of_an_error_has_the_frames_of_the_user(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception], check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def layer(x: Tensor) -> Tensor:
+        if kind is RuntimeError:  # torch's, for shapes that do not go together
+            return x + torch.ones(3)
         return all_reduce(all_reduce(x, "tp", dst=I), "tp", dst=I)
 
     mesh = make_mesh((2,), ("tp",), kind="simulated")
-    mapped = checked(lambda x: layer(x), mesh=mesh, in_specs=P("tp"), out_specs=P())
+    mapped = checked(lambda x: layer(x), mesh=mesh, in_specs=P("tp"), out_specs=P(), check=check)
 
     def frames() -> list[str]:
-        with pytest.raises(ShardMapError) as caught:
+        with pytest.raises(kind) as caught:
             mapped(torch.ones(4))
         return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 

@@ -19,6 +19,8 @@ import optree
 import torch
 import typing_extensions
 
+from shardmap_torch.errors import ShardMapError
+
 _HERE: Final = Path(__file__).resolve().parents[2]
 _OWN: Final = (
     *(str(_HERE / name) + "/" for name in ("shardmap_torch", "ops", "kernels")),
@@ -170,20 +172,27 @@ def _users(frame: FrameType | None) -> FrameType | None:
 def users_part(error: BaseException) -> TracebackType | None:
     """Returns an error's traceback without frames of this package, and shortens those of causes.
 
-    All of it with SHARDMAP_TRACEBACK=full in the environment.
+    Of another error than this package's, which code of the user's raised or had torch raise, torch's
+    frames go too. All of it with SHARDMAP_TRACEBACK=full in the environment.
     """
     if os.environ.get("SHARDMAP_TRACEBACK") == "full":
         return error.__traceback__
     cause = error.__cause__
     if cause is not None:
         cause.__traceback__ = users_part(cause)
-    own: list[TracebackType] = []
+    links: list[TracebackType] = []
     trace = error.__traceback__
     while trace is not None:
-        own += [] if is_own(trace.tb_frame) else [trace]
+        links.append(trace)
         trace = trace.tb_next
-    for each in reversed(own):
-        trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    hidden = _OWN[:3]
+    if not isinstance(error, ShardMapError):
+        if not links or is_own(links[-1].tb_frame) or not is_raised_by_user(error):
+            return error.__traceback__  # where it went wrong is in this package
+        hidden = _OWN
+    for each in reversed(links):
+        if not each.tb_frame.f_code.co_filename.startswith(hidden):
+            trace = TracebackType(trace, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return trace
 
 

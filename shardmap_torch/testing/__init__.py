@@ -60,6 +60,7 @@ def assert_equals_one_device(
         >>> specs = {"mesh": mesh, "in_specs": (P(None, "tp"), P("tp")), "out_specs": P()}
         >>> assert_equals_one_device(row, torch.matmul, x, w, **specs)
     """
+    __tracebackhide__ = True  # pytest shows the test's line
     if out_specs is not None:
         f = shard_map(f, in_specs=in_specs, out_specs=out_specs, mesh=mesh)
     with nullcontext() if mesh is None else use_mesh(mesh):
@@ -157,6 +158,7 @@ def assert_bytes(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[s
         >>> x, w = ShapeDtype((16, 64)), ShapeDtype((64, 32))
         >>> assert_bytes(row, (x, w), {"tp": 2 * 7 * 16 * 32 * 4 // 8})
     """
+    __tracebackhide__ = True
     program = trace(f, *args)
     sent = program.bytes_sent()
     wrong = [axis for axis in {**sent, **expected} if sent.get(axis, 0) != expected.get(axis, 0)]
