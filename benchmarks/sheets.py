@@ -66,7 +66,7 @@ class Sheet:
 def machine(command: str) -> Iterator[str]:
     """When, with what and on what a command has measured."""
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
-    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    now = f"{datetime.now(UTC):%Y-%m-%d}"
     yield f"- Measured on {now} by `{command}`."
     python, version = platform.python_version(), shardmap_torch.__version__
     yield f"- shardmap_torch {version}, torch {torch.__version__}, Python {python}."

@@ -43,7 +43,6 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import Placed, Structure, Tree, broadcast_prefix, flatten
 from shardmap_torch.errors import (
     MeshError,
-    ShardMapError,
     ShardTypeError,
     SpecError,
     read_names,

@@ -172,8 +172,8 @@ def _users(frame: FrameType | None) -> FrameType | None:
 def users_part(error: BaseException) -> TracebackType | None:
     """Returns an error's traceback without frames of this package, and shortens those of causes.
 
-    Of another error than this package's, which code of the user's raised or had torch raise, torch's
-    frames go too. All of it with SHARDMAP_TRACEBACK=full in the environment.
+    Where code of the user's raised another error, or had torch raise it, torch's frames go too.
+    All of it with SHARDMAP_TRACEBACK=full in the environment.
     """
     if os.environ.get("SHARDMAP_TRACEBACK") == "full":
         return error.__traceback__
