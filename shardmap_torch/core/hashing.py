@@ -55,7 +55,8 @@ _FORMATS: Final[Mapping[int, Literal["b", "h", "i", "q"]]] = {1: "b", 2: "h", 4:
 
 def _sample(x: Tensor, turn: int) -> Tensor:
     """Returns the bits of 32 numbers or a few more, evenly spaced, the first one by the turn."""
-    words, size = _words(x), x.numel()
+    words = _words(x)
+    size = words.numel()
     if size <= _SAMPLE:
         return words.reshape(-1)
     start, step = _spaced(size, turn)
@@ -92,7 +93,7 @@ def _bits(x: Tensor, turn: int | None) -> bytes | Tensor:
     if x.is_cpu and turn and x.is_contiguous() and not (x.is_complex() or x.is_neg()):
         return _memory(x, turn)
     with torch.no_grad():
-        found = hash_of(x).reshape(1) if turn is None else _sample(x, turn).to(torch.int64)
+        found = hash_of(x).reshape(1) if turn is None else _sample(x, turn).contiguous()
     found = base_of(found)  # a transform of torch.func that runs has wrapped it
     return _read(found) if x.is_cpu else found
 

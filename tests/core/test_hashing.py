@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardmap_torch.core import hashing
-from shardmap_torch.core.hashing import hash_of
+from shardmap_torch.core.hashing import Bits, hash_of
 
 
 def tensors() -> Iterator[Tensor]:
@@ -29,6 +29,19 @@ def test_hashes_of_equal_values_are_equal_however_they_lie(x: Tensor) -> None:
         changed = x.clone(memory_format=torch.contiguous_format)
         changed.view(-1)[-1] = changed.view(-1)[-1].logical_not()
         assert hash_of(x) != hash_of(changed)
+
+
+@pytest.mark.parametrize("x", list(tensors()), ids=lambda x: f"{x.dtype}{list(x.shape)}")
+def test_samples_depend_on_values_alone_and_come_to_each(x: Tensor) -> None:
+    turns = range(1, 40)
+    samples = [Bits([x], turn).digest() for turn in turns]
+    strided = torch.stack([x, x], -1)[..., 0]
+    assert samples == [Bits([strided], turn).digest() for turn in turns]
+    for at in range(x.numel()):
+        changed = x.clone(memory_format=torch.contiguous_format)
+        changed.view(-1)[at] = changed.view(-1)[at].logical_not()
+        if not torch.equal(changed, x):
+            assert samples != [Bits([changed], turn).digest() for turn in turns]
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=20), st.data())

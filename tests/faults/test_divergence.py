@@ -16,6 +16,7 @@ from shardmap_torch import (
     make_mesh,
 )
 from tests.faults.support.cases import CASES, Kit, X
+from tests.faults.support.variants import CHANGES, name_of, run_variant
 from tests.faults.support.world import World
 
 Shape = tuple[tuple[int, ...], tuple[str, ...]]
@@ -124,3 +125,42 @@ def test_with_every_collective_compared_a_right_program_runs() -> None:
     with world(2) as made:
         made.start(debugged)
         assert [outcome.value for outcome in made.outcomes(120)] == [0, 1]
+
+
+NEW = len(CHANGES) * 3  # variants on each mesh
+
+
+def run_variants(rank: int, shape: Shape, seeds: Sequence[int]) -> dict[int, Any]:
+    """Returns how each variant ended on this rank, and the results that it had wrong."""
+    mesh = make_mesh(*shape, timeout=DEADLINE)
+    ends: dict[int, Any] = {}
+    for seed in seeds:
+        kit = Kit(mesh, rank == seed % 4)
+        began, kind, text = time.monotonic(), "returned", ""
+        wrong: list[str] = []
+        try:
+            run_variant(kit, seed, wrong)
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+        ends[seed] = wrong, (kind, text, time.monotonic() - began)
+        mesh.recover()
+    return ends
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("shape", "first"), [(LINE, 0), (GRID, NEW), (GRID, 2 * NEW)], ids=str)
+def test_no_variant_of_a_random_program_gives_a_wrong_number(shape: Shape, first: int) -> None:
+    seeds = range(first, first + NEW)
+    with world(4) as made:
+        made.start(run_variants, shape, seeds)
+        outcomes = made.outcomes(1500)
+    assert [outcome.end for outcome in outcomes] == ["returned"] * 4, "\n".join(map(str, outcomes))
+    problems = []
+    for seed in seeds:
+        ends = [outcome.value[seed] for outcome in outcomes]
+        harmless = all(kind == "returned" for _, (kind, _, _) in ends)
+        named = all(is_right("", False, told) for _, told in ends)
+        if any(wrong for wrong, _ in ends) or not (harmless or named):
+            problems.append((seed, name_of(seed), ends))
+    assert not problems, "\n".join(map(str, problems))
+    print([(name_of(seed), outcomes[0].value[seed][1][0]) for seed in seeds])
