@@ -16,7 +16,7 @@ from shardmap_torch import (
     make_mesh,
 )
 from tests.faults.support.cases import CASES, Kit, X
-from tests.faults.support.variants import CHANGES, name_of, run_variant
+from tests.faults.support.variants import CHANGES, Programs, name_of, run_variant
 from tests.faults.support.world import World
 
 Shape = tuple[tuple[int, ...], tuple[str, ...]]
@@ -135,11 +135,11 @@ def run_variants(rank: int, shape: Shape, seeds: Sequence[int]) -> dict[int, Any
     mesh = make_mesh(*shape, timeout=DEADLINE)
     ends: dict[int, Any] = {}
     for seed in seeds:
-        kit = Kit(mesh, rank == seed % 4)
+        programs = Programs(Kit(mesh, rank == seed % 4))
         began, kind, text = time.monotonic(), "returned", ""
         wrong: list[str] = []
         try:
-            run_variant(kit, seed, wrong)
+            run_variant(programs, seed, wrong)
         except Exception as error:
             kind, text = type(error).__name__, str(error)
         ends[seed] = wrong, (kind, text, time.monotonic() - began)

@@ -36,6 +36,7 @@ class Programs:
             return all_reduce((w * x).square().mean(), axes, op="mean", dst=I)
 
         def step(w: Tensor, x: Tensor) -> Tensor:
+            grad: Tensor
             _, grad = value_and_grad(loss)(w, x)
             return w - all_reduce(grad, axes, dst=I)
 
@@ -170,14 +171,14 @@ CHANGES: Final[Mapping[str, Callable[[Turn], None]]] = {
 """What the odd rank does in place of one call."""
 
 
-def run_variant(kit: Kit, seed: int, wrong: list[str]) -> None:
+def run_variant(programs: Programs, seed: int, wrong: list[str]) -> None:
     """Runs the variant of a seed on this rank; appends the results that are wrong."""
     drawn = random.Random(seed)
     calls = [(drawn.choice(FUNCTIONS), drawn.randrange(len(BATCHES))) for _ in range(LENGTH)]
     changed, change = drawn.randrange(LENGTH), name_of(seed)
-    turn = Turn(Programs(kit), calls, wrong)
+    turn = Turn(programs, calls, wrong)
     for turn.at in range(LENGTH):
-        if turn.at == changed and kit.odd:
+        if turn.at == changed and programs.kit.odd:
             CHANGES[change](turn)
         else:
             turn.call("may fail" if turn.at == changed and change == "an error" else "")
