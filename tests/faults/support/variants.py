@@ -168,7 +168,7 @@ CHANGES: Final[Mapping[str, Callable[[Turn], None]]] = {
     "no gradients": _without_gradients,
     "a mesh": _another_mesh,
 }
-"""What the odd rank does in place of one call."""
+"""The ways in which the odd rank departs at one call."""
 
 
 def run_variant(programs: Programs, seed: int, wrong: list[str]) -> None:
