@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.modes import current_interpreter
-from shardmap_torch.checker.ir.observer import UNOBSERVED
+from shardmap_torch.checker.ir.observer import REGION, UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.torch_private.engine import sequence_number
@@ -26,43 +26,52 @@ Specs: TypeAlias = Sequence[P]
 
 
 @overload
-def local_region(f: Callable[A, Y], in_types: Tree, out_types: Tree) -> Callable[A, Y]: ...
+def local_region(
+    f: Callable[A, Y], in_types: Tree, out_types: Tree, *, trusted: bool = False
+) -> Callable[A, Y]: ...
 
 
 @overload
 def local_region(
-    f: None = None, *, in_types: Tree, out_types: Tree
+    f: None = None, *, in_types: Tree, out_types: Tree, trusted: bool = False
 ) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
 
 
 def local_region(
-    f: Callable[..., Any] | None = None, in_types: Tree = None, out_types: Tree = None
+    f: Callable[..., Any] | None = None,
+    in_types: Tree = None,
+    out_types: Tree = None,
+    *,
+    trusted: bool = False,
 ) -> Callable[..., Any]:
-    """Declares what a per-rank function means on one device, which the checker trusts.
+    """Declares what a per-rank function means on one device.
 
     With `check="global"` the forward has to be that of the same program on one device. Code that
     depends on its rank, or computes on a shard what it would not compute on the global tensor,
     cannot be: lookups in a table with sharded rows, positions of a sharded sequence, masks under
     context parallelism. In a region it is checked with local strictness only, and its results are
     taken to be sharded as `out_types` says; the global value is what the function computes where
-    every axis has one rank. Reports list every region, and `validate_rule` tests the declaration.
-    At run time it does nothing.
+    every axis has one rank. That is a promise: the program is run with random numbers on ranks and
+    on one device, and refused where they differ. A promise that numbers cannot decide, as where the
+    body draws random numbers, is believed, and `explain` lists it. `validate_rule` tries it with
+    arguments of your choice. At run time it does nothing.
 
     Args:
         f: the function, which takes and returns pytrees of tensors; other leaves are not checked.
         in_types: one `P` per positional argument, each a pytree prefix of it: how it must be
-            sharded over the axes that the types name, `partial=` included; None for what is no
-            tensor. What other axes shard is followed through the steps of `f`, and must be
-            treated as if it were not sharded.
+            sharded, `partial=` included; None for what is no tensor.
         out_types: the same for the result.
+        trusted: believes the promise, which is not tried: for a function of arguments that are no
+            free choice, as a sequence that is permuted before it is sharded. `explain` lists it.
 
     Returns:
         A function that does what `f` does.
 
     Raises:
         SpecError: in a checked call, types that do not match the arguments or results.
-        ShardTypeError: in a checked call, an argument that is sharded otherwise, or a result that
-            is not equal on the ranks of an axis over which `out_types` neither shards nor sums.
+        ShardTypeError: in a checked call, an argument that is sharded otherwise, a result that is
+            not equal on the ranks of an axis over which `out_types` neither shards nor sums, or a
+            promise that numbers refute.
 
     Source: the role of `spmd_types.local_map` in spmd_types.
 
@@ -83,7 +92,7 @@ def local_region(
                 [0., 1.]])
     """
     if f is None:
-        return partial(local_region, in_types=in_types, out_types=out_types)
+        return partial(local_region, in_types=in_types, out_types=out_types, trusted=trusted)
     if not callable(f):
         raise SpecError(f"local_region takes a function, not {show(f)}.")
     name = getattr(f, "__name__", type(f).__name__)
@@ -96,8 +105,10 @@ def local_region(
         inputs, in_specs = _placed(name, in_types, args, "argument")
         observer = interpreter.observer
         axes = _named_axes([*flatten(in_types)[0], *flatten(out_types)[0]])
-        inside = observer.on_region_start(name, inputs, in_specs, axes)
-        interpreter.observer = inside
+        if not trusted:
+            interpreter.traits.promises |= {(f"{REGION} {name}", axes)}
+        observer.on_region_start(name, inputs, in_specs)
+        interpreter.observer = UNOBSERVED
         first = sequence_number()
         try:
             out = f(*args, **kwargs)
@@ -107,9 +118,7 @@ def local_region(
             interpreter.regions.append(range(first, sequence_number()))
         outputs, out_specs = _placed(name, out_types, out, "result")
         checked = set(interpreter.axes)
-        if inside is not UNOBSERVED:
-            checked &= axes  # what others shard is followed
-        elif observer is UNOBSERVED:
+        if observer is UNOBSERVED:
             checked -= _varying(interpreter, inputs) - axes
         for tensor, spec in zip(outputs, out_specs, strict=True):
             _check_result(interpreter, name, tensor, spec, checked)
@@ -196,4 +205,4 @@ def note_region(
     read, written = (
         tuple([use_of("", x, interpreter.storage_type(x)) for x in xs]) for xs in fakes
     )
-    interpreter.add(Equation(f"local_region {name}", read, written, site, backward))
+    interpreter.add(Equation(f"{REGION} {name}", read, written, site, backward))

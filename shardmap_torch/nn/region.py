@@ -45,7 +45,7 @@ class PerRank:
 
     def typed(self, *layouts: P, ranks: Sequence[int]) -> Callable[..., Any]:
         """Declares the region for arguments of these layouts and numbers of dimensions."""
-        return local_region(self.function, *self.types(layouts, ranks))
+        return local_region(self.function, *self.types(layouts, ranks), trusted=True)
 
 
 def per_rank(

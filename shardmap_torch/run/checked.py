@@ -74,9 +74,11 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
     """
     if strictness == "local":
         return verify_steps(call, strictness)
-    from shardmap_torch.run.trials.by_numbers import by_numbers
+    from shardmap_torch.run.trials.by_numbers import by_numbers, keep_promises
 
-    return verify_steps(call, strictness, by_numbers)
+    verdict = verify_steps(call, strictness, by_numbers)
+    is_open = verdict.traits.promises and not verdict.tried
+    return keep_promises(call, strictness, verdict) if is_open else verdict
 
 
 class Checked:
@@ -276,6 +278,8 @@ class Checked:
         verdict = self._verify(call, check)
         if verdict.altered:
             raise ShardTypeError("the body changes what it refers to")
+        if verdict.traits.promises and self._strictness != "local":
+            raise ShardTypeError("promises of regions are tried at each size")
         return verdict
 
     def _verify(self, call: Call, check: Callable[[Call], Verdict]) -> Verdict:

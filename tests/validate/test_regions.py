@@ -1,6 +1,5 @@
 """Promises of a `local_region`, compared with the same function on one rank."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,44 +19,9 @@ from shardmap_torch import (
     axis_size,
     local_region,
     register_rule,
-    shift,
     validate_rule,
 )
-
-Region = Callable[..., Any]
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-TOKENS = torch.tensor([[3, 0], [11, 5], [8, 7], [3, 3], [1, 10], [6, 2]])
-TABLE = random(12, 3)
-
-
-def lookup(offset: bool = True, mask: bool = True) -> Region:
-    """A vocabulary-parallel lookup, with a part left out."""
-
-    @local_region(in_types=(P("tp"), P()), out_types=P(partial={"tp"}))
-    def rows(table: Tensor, ids: Tensor) -> Tensor:
-        local = ids - axis_index("tp") * table.shape[0] if offset else ids
-        owned = (local >= 0) & (local < table.shape[0])
-        found = table[local.clamp(0, table.shape[0] - 1)]
-        return found * owned.unsqueeze(-1) if mask else found
-
-    return rows
-
-
-class Weigh(torch.autograd.Function):
-    """Position times value, whose backward forgets where this rank's positions start."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, start: Tensor) -> Tensor:
-        return x * (torch.arange(x.shape[0]) + start)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * torch.arange(grad.shape[0]), None
+from tests.run.trials.support.regions import TABLE, TOKENS, lookup, random, ring, weigh
 
 
 @torch.library.custom_op("validate_test::wrong_relu", mutates_args=())
@@ -95,32 +59,11 @@ def test_region_that_forgets_the_offset_is_found() -> None:
 
 
 def test_region_whose_backward_alone_is_wrong_is_found() -> None:
-    @local_region(in_types=(P("cp"),), out_types=P("cp"))
-    def weigh(x: Tensor) -> Tensor:  # every position by its number, the backward by 1
-        start = axis_index("cp") * x.shape[0]
-        y: Tensor = Weigh.apply(x, start)  # type: ignore[no-untyped-call]
-        return y
-
     head, gradient = message(weigh, random(6)).splitlines()
     assert head == "validate_rule: weigh: 1 claim does not hold:"
     assert gradient.startswith(
         "  gradient of argument[0], P('cp'): with 2 ranks it is not what it is with one; "
     )
-
-
-def ring(direction: int) -> Region:
-    """A product of all rows, which go round the ring, with the columns of a rank."""
-
-    def rows_by_columns(x: Tensor, w: Tensor) -> Tensor:
-        num_ranks, num_rows = axis_size("tp"), x.shape[0]
-        out = x.new_zeros(num_ranks * num_rows, w.shape[1])
-        for step in range(num_ranks):
-            owner = (axis_index("tp") + direction * step) % num_ranks
-            out = out.index_copy(0, owner * num_rows + torch.arange(num_rows), x @ w)
-            x = shift(x, "tp", 1)
-        return out
-
-    return local_region(rows_by_columns, in_types=(P("tp"), P(None, "tp")), out_types=P(None, "tp"))
 
 
 def test_a_ring_is_shown_to_be_the_product_on_one_device() -> None:

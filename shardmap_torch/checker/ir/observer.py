@@ -131,12 +131,9 @@ class Observer:
         """Observes a Python value read from tensors."""
         self.on_step(f"{VALUE} {name}", {"tensors": tensors}, [])
 
-    def on_region_start(
-        self, name: str, inputs: Sequence[Tensor], specs: Sequence[P], axes: frozenset[str]
-    ) -> "Observer":
-        """Observes the start of per-rank code, whose types name `axes`; returns its observer."""
+    def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
+        """Observes the start of per-rank code."""
         self.on_step(f"{REGION} {name}", {"inputs": inputs}, [])
-        return UNOBSERVED
 
     def on_region_end(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Observes the end of per-rank code."""

@@ -80,14 +80,8 @@ class Branch:
 class AgainError(BaseException):
     """Unwinds a body, past its own `except Exception`, that is interpreted again with more known.
 
-    Attributes:
-        axes: those along which alone there are several ranks where steps of regions are needed;
-            None where the body takes a rank's part of a tuple, and those of torch are to be marked.
+    It takes a rank's part of a tuple, and those that torch returns are to be marked.
     """
-
-    def __init__(self, axes: frozenset[str] | None = None) -> None:
-        super().__init__()
-        self.axes = axes
 
 
 class Failing:

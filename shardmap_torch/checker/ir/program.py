@@ -247,6 +247,7 @@ class Traits:
         applies_functions: whether it applies autograd Functions other than collectives.
         closed_over: the ids of tensors that it reads and that are no arguments.
         asks: axes along which it asks a group of torch.distributed for its rank or size.
+        promises: the regions whose promises are to be tried, with the axes that their types name.
     """
 
     rank_only: str | None = None
@@ -256,6 +257,7 @@ class Traits:
     applies_functions: bool = False
     closed_over: set[int] = field(default_factory=set)
     asks: frozenset[str] = frozenset()
+    promises: frozenset[tuple[str, frozenset[str]]] = frozenset()
 
     @staticmethod
     def of_all(paths: "Sequence[Traits]") -> "Traits":
@@ -269,6 +271,7 @@ class Traits:
             any(each.applies_functions for each in paths),
             set().union(*[each.closed_over for each in paths]),
             frozenset[str]().union(*(each.asks for each in paths)),
+            frozenset[tuple[str, frozenset[str]]]().union(*(each.promises for each in paths)),
         )
 
 

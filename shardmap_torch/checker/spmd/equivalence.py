@@ -30,7 +30,6 @@ from shardmap_torch.checker.ir.observer import (
     RESULT,
     SWITCH,
     TANGENT,
-    UNOBSERVED,
     VALUE,
     Observer,
     made_by,
@@ -38,11 +37,11 @@ from shardmap_torch.checker.ir.observer import (
 from shardmap_torch.checker.rules.infer import named_tensors
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, shown
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
-from shardmap_torch.checker.spmd.layout import Shape, ShardedTensor, UnrelatedError, fitted
+from shardmap_torch.checker.spmd.layout import ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
 from shardmap_torch.checker.spmd.ops.advice import COPIES, OTHER
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
-from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder, Ref
+from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder
 from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Sums, part_of, reject_scaled
@@ -79,7 +78,6 @@ class Relation(Observer):
         self._interpreter, self._one = interpreter, one
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment, without)
-        self._inside: list[Observer] = []
         self._gradients = Gradients(self._notes)
         self._positions = Positions(self._notes, interpreter.mesh)
         self._operations = Operations(interpreter, self._notes, self._positions)
@@ -179,47 +177,23 @@ class Relation(Observer):
                 for tensor, ref in zip(tensors, refs, strict=True):
                     self._notes.require(tensor, ref, P())
 
-    def on_region_start(
-        self, name: str, inputs: Sequence[Tensor], specs: Sequence[P], axes: frozenset[str]
-    ) -> Observer:
+    def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Requires that the arguments of per-rank code are sharded as it declares."""
-        inside = UNOBSERVED
         with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
             if live:
                 if any(dims_of(x)[1] for x in inputs):
                     raise UnrelatedError("its types say nothing about what a vmap batches")
                 refs = self._take(f"{REGION} {name}").arguments["inputs"]
-                inside = self._follow_region(inputs, refs, specs, axes)
-        self._inside.append(inside)
-        return inside
-
-    def _follow_region(
-        self,
-        inputs: Sequence[Tensor],
-        refs: Sequence[Ref],
-        specs: Sequence[P],
-        axes: frozenset[str],
-    ) -> Observer:
-        """Requires the layouts that a region declares, and returns the observer of its steps."""
-        for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
-            self._notes.require(tensor, ref, spec)
-        return UNOBSERVED
+                for tensor, ref, spec in zip(inputs, refs, specs, strict=True):
+                    self._notes.require(tensor, ref, spec)
 
     def on_region_end(self, name: str, outputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Lays out the results of per-rank code as it promises."""
-        inside = self._inside.pop()
         with self._judged(f"{REGION} {name}", [("result", y) for y in outputs]) as live:
             if live:
                 results = self._take(f"the end of {REGION} {name}").results
-                places = zip(outputs, results, specs, strict=True)
-                self._place_results(inside, list(places))
-
-    def _place_results(
-        self, inside: Observer, places: Sequence[tuple[Tensor, tuple[int, Shape], P]]
-    ) -> None:
-        """Notes the results of a region, which `inside` has followed."""
-        for tensor, (number, global_shape), spec in places:
-            self._notes.place(tensor, number, global_shape, spec)
+                for tensor, (number, shape), spec in zip(outputs, results, specs, strict=True):
+                    self._notes.place(tensor, number, shape, spec)
 
     def on_result(self, path: str, value: Tensor, spec: P) -> None:
         """Requires that a result is sharded as its spec says."""

@@ -28,7 +28,6 @@ from shardmap_torch.errors import ShardTypeError, SpecError
 
 if TYPE_CHECKING:
     from shardmap_torch.checker.spmd.recorder import Recorder
-    from shardmap_torch.checker.spmd.regions import Records
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class OneDevice:
 
     Attributes:
         steps: the steps of the program.
-        records: the steps of its regions, recorded on demand.
         axes: those over which nothing is compared, and which keep their ranks.
         branches: the branches that it has taken.
         numbers: those that it has made of values taken from tensors, with their lines.
@@ -46,7 +44,6 @@ class OneDevice:
     """
 
     steps: "Recorder"
-    records: "Records"
     axes: frozenset[str]
     branches: Sequence[Branch]
     numbers: Mapping[str, Site | None]
@@ -66,11 +63,12 @@ class OneDevice:
         return self.failure is not None and isinstance(parted, PartedError) and parted.there is None
 
     def _relation(self, interpreter: Interpreter) -> Observer:
-        from shardmap_torch.checker.spmd.regions import AxesRelation, ProgramRelation
+        from shardmap_torch.checker.spmd.axes import AxesRelation
+        from shardmap_torch.checker.spmd.equivalence import Relation
 
         if self.axes:
             return AxesRelation(interpreter, self.steps, self.axes)
-        return ProgramRelation(interpreter, self.steps, self.records)
+        return Relation(interpreter, self.steps)
 
     def require(
         self, name: str, branches: Sequence[Branch], numbers: Mapping[str, Site | None]
@@ -113,12 +111,6 @@ def interpret_on_one_device(request: Request, branches: Branches) -> OneDevice |
         return None
     from shardmap_torch.checker.spmd.assumed import assume
     from shardmap_torch.checker.spmd.recorder import Recorder
-    from shardmap_torch.checker.spmd.regions import Records, RegionRecorder
-
-    def record_regions(axes: frozenset[str]) -> tuple[RegionRecorder, Exception | None]:
-        regions = RegionRecorder()
-        _, failure = _record(request, branches.again(), regions, axes)
-        return regions, failure
 
     is_usual = (request.repair, request.strictness, request.sizes) == (NONE, "global", EXACT)
     steps = Recorder(assume) if is_usual and request.reading.assumes else Recorder()
@@ -126,7 +118,7 @@ def interpret_on_one_device(request: Request, branches: Branches) -> OneDevice |
     interpreter, failure = _record(request, own, steps, axes)
     request.met.assumed |= steps.has_assumed
     numbers = interpreter.numbers.sites
-    return OneDevice(steps, Records(record_regions), axes, own.taken, numbers, failure)
+    return OneDevice(steps, axes, own.taken, numbers, failure)
 
 
 def _uncompared_axes(request: Request) -> frozenset[str]:

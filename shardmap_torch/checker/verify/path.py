@@ -126,15 +126,11 @@ def verify_path(request: Request, branches: Branches) -> PathOutcome:
             try:
                 one = one or interpret_on_one_device(request, branches)
                 return _verify(request, branches, one)
-            except AgainError as needed:
-                if one is None or needed.axes is None:
-                    # 1. The body takes a rank's part of a tuple: what torch returns is marked.
-                    branches.marks_parts, one = True, None
-                else:
-                    # 2. Steps of regions have to be known where only these axes have several ranks.
-                    one.records.add(needed.axes)
+            except AgainError:
+                # 1. The body takes a rank's part of a tuple: what torch returns is marked.
+                branches.marks_parts, one = True, None
             except ShardTypeError as error:
-                # 3. The ranks have come to where the program on one device has failed. What differs
+                # 2. The ranks have come to where the program on one device has failed. What differs
                 # before that is the cause of what fails after it; else types alone are checked.
                 if one is None or not one.is_left_by(error):
                     raise

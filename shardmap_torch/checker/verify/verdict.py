@@ -227,6 +227,7 @@ class Verdict:
         closed_over: places, among the tensors that the body refers to, of those that it reads.
         refusal: why results cannot be differentiated, where the body is right without that.
         tried: how it was compared with one device by numbers, where its steps cannot be.
+        untried: why numbers cannot tell what regions promise, which is believed.
     """
 
     name: str
@@ -245,6 +246,7 @@ class Verdict:
     altered: tuple[int, ...] = ()
     closed_over: tuple[int, ...] = ()
     tried: str = ""
+    untried: str = ""
 
     def __repr__(self) -> str:
         """Says what was accepted; `trace` and `explain` say more."""

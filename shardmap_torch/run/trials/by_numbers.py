@@ -71,7 +71,8 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     typed = _well_typed(call)
     if typed is None:
         return None
-    axes, proven, others = _split(call, compared, typed.traits.asks)
+    promised = frozenset(axis for _, named in typed.traits.promises for axis in named)
+    axes, proven, others = _split(call, compared, typed.traits.asks | promised)
     if proven is None:
         return None
     over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
@@ -79,7 +80,7 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     lines = [f"  {e.name}  # {e.site}" for e in sending] or [f"  {_reason(error)}"]
     lines = list(dict.fromkeys(lines))[:_SHOWN]
     try:
-        comparison = _compare(call, proven, compared, axes, typed)
+        comparison = _compare(call, proven, frozenset(call.mesh.axis_names) - compared, axes, typed)
     except RefutedError as refuted:
         sent = {axis for e in sending for axis in _axes_of(e)}
         plain = [axis for axis in others if axis not in sent]
@@ -109,7 +110,7 @@ def _split(
 ) -> tuple[Axes, Verdict | None, Mapping[str, Exception]]:
     """Returns the axes over which layouts prove nothing, a proof over the others, and errors.
 
-    Along axes in `asks` the body asks for its rank, of which layouts know nothing.
+    Along axes in `asks` the body asks for its rank, or a region promises what layouts believe.
     """
     errors: dict[str, Exception] = {}
     for axis in sorted(compared) if len(compared) > 1 else ():
@@ -136,6 +137,42 @@ def _reason(error: Exception) -> str:
     first = str(error).partition("\n")[0]
     return first.partition("check='global': ")[2] or first
 
+
+def keep_promises(call: Call, strictness: Strictness, proven: Verdict) -> Verdict:
+    """Tries what regions promise, on which the proof of a program rests.
+
+    Over the axes that their types name, the program has to be that of one device by numbers too.
+    Where numbers cannot decide, they are believed.
+
+    Raises:
+        ShardTypeError: the ranks compute something else.
+    """
+    promises, compared = proven.traits.promises, _compared(call.mesh, strictness)
+    axes = frozenset(axis for _, named in promises for axis in named) & compared
+    typed = _well_typed(call)
+    if typed is None or all(call.mesh.shape[axis] == 1 for axis in axes):
+        return proven
+    over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
+    lines = [f"  {e.name}  # {e.site}" for e in typed.equations if (e.name in dict(promises))]
+    lines = list(dict.fromkeys(lines))[:_SHOWN]
+    try:
+        others = frozenset(call.mesh.axis_names) - compared
+        comparison = _compare(call, proven, others, axes, typed, steady=True)
+    except RefutedError as refuted:
+        raise ShardTypeError(_BROKEN.format(call.name, over, refuted, "\n".join(lines))) from None
+    except _UncheckedError as error:
+        return replace(proven, untried=f"the body fails there: {error.__cause__}")
+    except UntriedError as untried:
+        return replace(proven, untried=str(untried))
+    return replace(proven, tried="\n".join([comparison.report(over, call), *lines]))
+
+
+_BROKEN: Final = (
+    "{}: check='global': tried with numbers over {}, a region is not what it promises: {}.\n"
+    "The program rests on:\n{}\nFix: where its axes have one rank it must compute what all ranks "
+    "compute together; validate_rule tries it by itself. If its arguments are no free choice, as a "
+    "sequence that is permuted before it is sharded, say trusted=True, which explain lists."
+)
 
 _REFUTED: Final = (
     "{}: check='global': tried with numbers over {}, it is another program than on one device: {}."
@@ -195,8 +232,12 @@ def _stacks(equation: Equation) -> bool:
     return not equation.backward and not collective.tiled
 
 
-def _compare(call: Call, proven: Verdict, compared: Axes, axes: Axes, typed: Verdict) -> Comparison:
-    """Tries the program with ranks along `axes`, and those that are not compared, on its own.
+def _compare(
+    call: Call, proven: Verdict, others: Axes, axes: Axes, typed: Verdict, steady: bool = False
+) -> Comparison:
+    """Tries the program with ranks along `axes`, and along `others`, which are not compared.
+
+    What draws random numbers has been proven if these are `steady`.
 
     Raises:
         RefutedError: it does not compute what it does where `axes` have one rank.
@@ -204,14 +245,12 @@ def _compare(call: Call, proven: Verdict, compared: Axes, axes: Axes, typed: Ver
     """
     state = thread_state()
     likes = {at: _like(call.leaves[at], proven) for at in call.crossing}
-    strictness: Strictness = (compared - axes) or "local"
-    others = frozenset(call.mesh.axis_names) - compared
 
     def compare() -> Comparison:
         with state.entered():
-            ranks, one = _small_enough(call, likes, strictness, others, axes, typed)
+            ranks, one = _small_enough(call, likes, others, axes, typed)
             _require_same_casts(proven, ranks.verdict, axes)
-            comparison = Comparison(ranks, one)
+            comparison = Comparison(replace(ranks, steady=steady), replace(one, steady=steady))
             comparison.run()
         return comparison
 
@@ -221,7 +260,6 @@ def _compare(call: Call, proven: Verdict, compared: Axes, axes: Axes, typed: Ver
 def _small_enough(
     call: Call,
     likes: Likes,
-    strictness: Strictness,
     others: Axes,
     axes: Axes,
     typed: Verdict,
@@ -239,8 +277,8 @@ def _small_enough(
         }
         is_whole = scale.is_whole(call.mesh, axes | others) and scaled == likes
         try:
-            ranks = _program(call, scaled, strictness, scale.of(axes | others))
-            one = _program(call, scaled, strictness, scale.of(others))
+            ranks = _program(call, scaled, scale.of(axes | others))
+            one = _program(call, scaled, scale.of(others))
         except _UncheckedError:
             if is_whole:
                 raise
@@ -275,7 +313,7 @@ def _like(leaf: Tensor, proven: Verdict) -> Like:
     return Like(leaf.shape, leaf.dtype, device, grad)
 
 
-def _program(call: Call, likes: Likes, strictness: Strictness, sizes: Mapping[str, int]) -> Program:
+def _program(call: Call, likes: Likes, sizes: Mapping[str, int]) -> Program:
     """Checks the call where axes have these sizes."""
     full = call.mesh
     shape = tuple([sizes.get(axis, 1) for axis in full.axis_names])
@@ -289,7 +327,7 @@ def _program(call: Call, likes: Likes, strictness: Strictness, sizes: Mapping[st
         [leaves[at]] = stand_ins((ShapeDtype(tuple(like.shape), like.dtype, like.grad),))
     there = replace(call, mesh=mesh, leaves=leaves, out_matches=Memo())
     try:
-        verdict = attempt(there, NONE, strictness)
+        verdict = attempt(there, NONE, "local")
     except Exception as error:  # the user's code may raise anything
         raise _UncheckedError from error
     return Program(there, verdict, likes)

@@ -74,6 +74,7 @@ class Comparison:
     _leaves_open: bool = False
     _ties: bool = False
     _summarizes: bool = False
+    _unknown: UntriedError | None = None
     _lost: set[str] = field(default_factory=set)
     _untold: set[str] = field(default_factory=set)
 
@@ -235,6 +236,7 @@ class Comparison:
         self._leaves_open |= one.leaves_open or ranks.leaves_open
         self._ties |= one.ties or ranks.ties
         self._summarizes |= one.summarizes or ranks.summarizes
+        self._unknown = self._unknown or one.unknown or ranks.unknown
         fixed = _fixed_results(expected, one)
         self.zero -= {name for name, x in expected.items() if name in fixed or _size(x) > ZERO}
         told = expected.keys() - self.zero
@@ -277,6 +279,8 @@ class Comparison:
 
     def _require_decided(self, dependence: Dependence) -> None:
         """Requires that the trials suffice."""
+        if self._unknown is not None:
+            raise self._unknown
         if self.num_trials < len(PLAIN):
             raise UntriedError("results are infinite or not a number for random inputs")
         one, ranks = map(_losses, self._steps)

@@ -83,6 +83,7 @@ SHIFTED: Final = (
 """Styles in which what a program multiplies through many steps does not vanish."""
 
 FARTHER: Final = (
+    *[Style(pattern="limits")] * 6,
     *(Style(scale=scale) for scale in (1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1e3)),
     *[Style(rows=True)] * 3,
     *(Style(scale=scale) for scale in (1e-2, 1e-3, 1e-4, 1e-5, 1e-7)),
@@ -223,6 +224,9 @@ class Draw:
         drawn = along.integers(length)
         limits = sorted(self.limits.get(at, ()))
         share = {"random": 0.2, "limits": 0.6}.get(along.pattern, 0.0)
+        if share and limits and length == _MANY:  # about as many below as above the largest
+            low = torch.randint(max(limits[-1], 1) + 1, like.shape, generator=generator)
+            drawn = torch.where(torch.rand(like.shape, generator=generator) < 0.5, low, drawn)
         for limit in limits if share else ():
             chosen = torch.rand(like.shape, generator=generator) < share / max(1, len(limits) / 3)
             drawn[chosen] = limit

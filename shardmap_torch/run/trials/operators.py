@@ -78,7 +78,7 @@ def _each(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
 LOOKUPS: Final[Mapping[str, Lookup]] = {
     "embedding": lambda a: [(a["weight"].shape[0], a["indices"])],
     **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add"), _along("index")),
-    "index_add": _along("index"),
+    **dict.fromkeys(("index_add", "index_copy"), _along("index")),
     "nll_loss_forward": lambda a: [(a["self"].shape[-1], a["target"])],
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _each),
 }

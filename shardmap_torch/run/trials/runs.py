@@ -32,12 +32,14 @@ class Program:
         verdict: the verdict on it.
         likes: what is drawn for each argument, by its position.
         parts: into how many parts the ranks of another program divide what this one has whole.
+        steady: whether random numbers that the body draws are all the same.
     """
 
     call: Call
     verdict: Verdict
     likes: Mapping[int, Like]
     parts: int = 1
+    steady: bool = False
 
     @property
     def work(self) -> int:
@@ -75,7 +77,7 @@ class Program:
             UntriedError: random numbers cannot decide about the body.
         """
         seen = Seen() if seen is None else seen
-        watched = Watched(tuple(self.likes), draw, wide, seen, parts=self.parts)
+        watched = Watched(tuple(self.likes), draw, wide, seen, parts=self.parts, steady=self.steady)
         inputs = draw.values(self.likes, wide)
         start = copied(self.verdict.start, _widened) if wide else self.verdict.start
         call = replace(self.call, leaves=self._leaves(inputs))
@@ -91,7 +93,7 @@ class Program:
 
     def results(self, inputs: Mapping[int, Tensor], draw: Draw) -> Values:
         """Computes results alone, with their graphs, in wide dtypes and without a comparison."""
-        unwatched = Unwatched(draw)
+        unwatched = Unwatched(draw, self.steady)
         call = replace(self.call, leaves=self._leaves(inputs))
         applied = self.verdict.apply(call, _stop)
         body = unwatched.body(applied.function)

@@ -18,7 +18,7 @@ from shardmap_torch.checker.spmd.ops.losses import READING_TARGETS
 from shardmap_torch.core.autograd_state import NONE, running_backward
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site, is_called_by
-from shardmap_torch.core.torch_private.engine import TorchDispatchMode
+from shardmap_torch.core.torch_private.engine import OpOverload, TorchDispatchMode
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.run.trials import operators
 from shardmap_torch.run.trials.draws import Draw, widened
@@ -231,10 +231,12 @@ class Unwatched(_Body):
     """A run of which only the results count."""
 
     draw: Draw
+    steady: bool
+    wide = True
     origins: Origins = field(default_factory=Origins)
 
     def mode(self, rank: int | None = None) -> TorchDispatchMode:
-        return _Wide(self.draw, self.origins, True, rank is not None)
+        return _Wide(self, rank)
 
     def enter(self, leaves: Sequence[Any]) -> None:
         for x in _tensors(leaves):
@@ -256,8 +258,10 @@ class Watched(_Body):
             is looked at in each call.
         masks: large numbers that it writes where something is hidden.
         parts: into how many parts ranks divide a dim, on one device.
+        steady: whether random numbers are all the same; else they are refused.
         leaves_open: whether torch leaves open which of equal entries it takes.
         ties: whether equal entries may matter in it.
+        unknown: what is raised at the end, unless the ranks compute something else.
         summarizes: whether it makes one boolean or integer of many entries.
         fixed: for each tensor among the results whether it depends on no input.
         steps: the operations of the first rank, but casts, with arguments that are no tensors.
@@ -273,9 +277,11 @@ class Watched(_Body):
     ignored: dict[int, frozenset[int]] = field(default_factory=dict)
     masks: set[float] = field(default_factory=set)
     parts: int = 1
+    steady: bool = False
     leaves_open: bool = False
     ties: bool = False
     summarizes: bool = False
+    unknown: UntriedError | None = None
     _summaries: dict[Condition, dict[int, Tensor]] = field(default_factory=dict)
     fixed: list[bool] = field(default_factory=list)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
@@ -322,10 +328,10 @@ def _patterns(by_rank: Mapping[int, Tensor]) -> Iterator[Pattern]:
 class _Wide(TorchDispatchMode):
     """Computes in wide numbers, with drawn ones in place of tensors from outside."""
 
-    def __init__(self, draw: Draw, origins: Origins, wide: bool, backward: bool) -> None:
+    def __init__(self, run: "Watched | Unwatched", rank: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draw, self._origins, self._is_wide = draw, origins, wide
-        self._is_backward = backward
+        self._draw, self._origins, self._is_wide = run.draw, run.origins, run.wide
+        self._is_steady, self._is_backward = run.steady, rank is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._prepared(operators.name_of(func), args, dict(kwargs or {}))
@@ -362,6 +368,8 @@ class _Wide(TorchDispatchMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
+        if self._is_steady and _draws(func):
+            out.fill_(0.5)
         return _widened_result(out) if self._is_wide and not signature_of(func).writes else out
 
 
@@ -369,7 +377,7 @@ class _Watch(_Wide):
     """Looks at each operation of one rank."""
 
     def __init__(self, watched: Watched, rank: int | None = None) -> None:
-        super().__init__(watched.draw, watched.origins, watched.wide, rank is not None)
+        super().__init__(watched, rank)
         self._watched = watched
         self._rank = current_rank() if rank is None else rank
         self._is_first = self._rank == 0
@@ -387,11 +395,11 @@ class _Watch(_Wide):
         if self._is_first and name != "_to_copy":
             values = [_numbers(out)] if name == "lift_fresh" else arguments.values()
             self._watched.steps.append((name, *map(_literal, values)))
-        if torch.Tag.nondeterministic_seeded in func.tags and name not in operators.DRAWLESS:
+        if _draws(func) and not self._is_steady:
             raise _refusal(name, "draws random numbers")
         self._watched.masks |= operators.mask_numbers(name, arguments)
         free = [x for x in operands if not self._origins.is_fixed(x)]
-        fixed = not free or name in operators.MADE
+        fixed = not free or name in operators.MADE or _draws(func)
         bounds = None if fixed else operators.bounds(name, arguments, self._origins.bounds_of)
         if not fixed and not _is_derived():
             self._look(name, arguments, free, out, bounds)
@@ -452,7 +460,9 @@ class _Watch(_Wide):
             of = self._origins.bounds_of
             conditions = operators.conditions(name, arguments, out, self._watched.masks, of)
         if conditions is None:
-            raise _refusal(name, "may have pieces that random inputs do not reach")
+            why = "may have pieces that random inputs do not reach"
+            self._watched.unknown = self._watched.unknown or _refusal(name, why)
+            return
         self._meet(name, conditions)
         self._note_ways(name, arguments, free, out)
 
@@ -517,6 +527,12 @@ _DERIVATIVES: Final = (torch.autograd.grad.__code__, torch.autograd.backward.__c
 def _is_derived() -> bool:
     """Returns whether autograd runs a formula of its own, whose pieces are those of the forward."""
     return running_backward() != NONE and is_called_by(_DERIVATIVES)
+
+
+def _draws(func: OpOverload) -> bool:
+    """Returns whether a call draws random numbers."""
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return is_random and operators.name_of(func) not in operators.DRAWLESS
 
 
 def _refusal(name: str, why: str) -> UntriedError:
