@@ -28,7 +28,8 @@ CP: Final = make_mesh((3,), ("cp",), kind="simulated")
 
 def embedded(rows: Region) -> Callable[..., Any]:
     def embed(table: Tensor, ids: Tensor) -> Tensor:
-        return all_reduce(rows(table, ids), "tp", dst=I)
+        y: Tensor = rows(table, ids)
+        return all_reduce(y, "tp", dst=I)
 
     return shard_map(embed, mesh=TP, in_specs=(P("tp"), P()), out_specs=P(), check="global")
 
@@ -90,7 +91,8 @@ def test_the_refusal_names_the_region_and_its_line() -> None:
 def test_an_unknown_operator_does_not_hide_what_differs() -> None:
     @local_region(in_types=(P("cp"),), out_types=P("cp"))
     def flipped(x: Tensor) -> Tensor:
-        return torch.special.bessel_j0(x).flip(0)
+        y: Tensor = torch.special.bessel_j0(x)
+        return y.flip(0)
 
     with pytest.raises(ShardTypeError, match="a region is not what it promises: "):
         weighed(lambda x: flipped(x))(random(6))
@@ -116,15 +118,16 @@ def test_random_numbers_beside_a_region_do_not_keep_it_from_being_tried(draw: An
 
     specs = P("cp"), P()
     mapped = shard_map(body, mesh=CP, in_specs=specs, out_specs=specs, check="global")
-    region = local_region(torch.sin, in_types=(P("cp"),), out_types=P("cp"))
+    declared: Any = local_region(in_types=(P("cp"),), out_types=P("cp"))
+    region = declared(Tensor.sin)
     assert explain(mapped, random(6), random(4)).one_device == "tried"
-    region = local_region(halved, in_types=(P("cp"),), out_types=P("cp"))
+    region = declared(halved)
     with pytest.raises(ShardTypeError, match="a region is not what it promises: "):
         check_program(mapped, random(6), random(4))
 
 
 def test_a_promise_that_numbers_cannot_decide_is_believed_and_listed() -> None:
-    region = local_region(Tensor.round, in_types=(P("cp"),), out_types=P("cp"))
+    region: Region = local_region(Tensor.round, in_types=(P("cp"),), out_types=P("cp"))
     found = explain(weighed(lambda x: region(x)), random(6))
     _, why = found.assumed
     assert found.one_device == "proven"
