@@ -33,7 +33,6 @@ from shardmap_torch import (
     explain,
     local_region,
     make_mesh,
-    reduce_scatter,
     reinterpret,
     shard_map,
     typeof,
@@ -65,21 +64,10 @@ def mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return all_reduce(torch.tanh(x @ w + b) @ w2, "tp", dst=I) + b2
 
 
-def sequence_parallel(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    x = convert(x, "tp", src=R, dst=V, dim=0)
-    y = torch.tanh(all_gather(x, "tp", dim=0, dst=R) @ w + b) @ w2
-    return reduce_scatter(y, "tp", dim=0) + b2
-
-
 def heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     h = (x @ w + b).unflatten(-1, (-1, 4))  # 8 heads, 2 on each rank
     y: Tensor = all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I) + b2
     return y
-
-
-def heads_counted(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    h = (x @ w + b).view(x.shape[0], 8 // axis_size("tp"), 4)
-    return all_reduce(h.softmax(-1).flatten(1) @ w2, "tp", dst=I) + b2
 
 
 def batched_heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -119,12 +107,6 @@ def zeros_of_local_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor)
     return mlp(torch.where(x > zeros, x, zeros), w, b, w2, b2)
 
 
-def loop(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    for _ in range(2):
-        x = x + mlp(convert(x, "tp", src=I, dst=R), w, b, w2, b2)
-    return x
-
-
 def in_place(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     h = torch.zeros_like(x) + x
     h.mul_(2).add_(x)
@@ -153,15 +135,6 @@ def tangents(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
 
     found: tuple[Tensor, Tensor] = torch.func.jvp(f, (x,), (torch.ones_like(x),))  # type: ignore[assignment]
     return found[0] + found[1]
-
-
-def recomputed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    return checkpoint(mlp, x, w, b, w2, b2)
-
-
-def turned_in_place(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    turned = (2 * x).unsqueeze(0).transpose_(0, 1).squeeze_(1)
-    return mlp(turned, w, b, w2, b2)
 
 
 def written_buffers(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -202,16 +175,16 @@ def dropout_of_whole(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) ->
 
 RIGHT = [
     (mlp, P("dp")),
-    (sequence_parallel, P(("dp", "tp"))),
+    (P(("dp", "tp"))),
     (heads, P("dp")),
-    (heads_counted, P("dp")),
+    (P("dp")),
     (batched_heads, P("dp")),
     (mean_by_whole_size, P("dp")),
     (to_heads_and_back, P("dp")),
     (sums_of_parts, P("dp")),
     (bias_in_one_part, P("dp")),
     (zeros_of_local_size, P("dp")),
-    (loop, P("dp")),
+    (P("dp")),
     (in_place, P("dp")),
     (inner_gradient, P("dp")),
     (part_of_features, P("dp")),
@@ -219,8 +192,8 @@ RIGHT = [
     (region_recomputed, P("dp")),
     (written_buffers, P("dp")),
     (picked, P("dp")),
-    (recomputed, P("dp")),
-    (turned_in_place, P("dp")),
+    (P("dp")),
+    (P("dp")),
 ]
 
 

@@ -43,13 +43,6 @@ def added(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     return total(y)
 
 
-def in_place(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    for e in range(w.shape[0]):
-        y += gates[:, e, None] * (x @ w[e]).softmax(-1)
-    return total(y)
-
-
 def routed(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     chosen, first = gates.shape[0] - torch.arange(3), axis_index("ep") * w.shape[0]
     return total(sum((chosen == first + e)[:, None] * (x @ w[e]) for e in range(w.shape[0])))
@@ -63,26 +56,9 @@ def by_positions(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     )
 
 
-def two_sums(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = z = torch.zeros_like(x)
-    for a, b in zip(w, v, strict=True):
-        y = y + x @ a
-        z = z + (x @ b).sin()
-    return total(y) * total(z)
-
-
-def two_lists(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    hidden = [(x @ a).tanh() for a in w]
-    return total(torch.stack([h @ b for h, b in zip(hidden, v.split(1), strict=True)]).sum((0, 1)))
-
-
 def twice(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     y = convert(total(sum((x @ a).tanh() for a in w)), "ep", src=I, dst=R)
     return total(sum((y @ a).tanh() for a in w)) / (w.shape[0] * axis_size("ep"))
-
-
-def penalty(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(sum(a.square().sum().sqrt() for a in w))
 
 
 def own_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -91,20 +67,6 @@ def own_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
 
     found: Tensor = torch.func.grad(loss)(w)
     return total(torch.stack([a - 0.1 * g for a, g in zip(w, found, strict=True)]).sum(0)[:3])
-
-
-def concatenated(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(torch.cat([x @ a for a in w], 1) @ torch.cat([*v]))
-
-
-def attended(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return total(
-        reduce(
-            torch.add,
-            [attend(x[None] @ a, x[None] @ b, x[None]) for a, b in zip(w, v, strict=True)],
-        )
-    )
 
 
 def in_a_vmap(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -118,9 +80,8 @@ def numbers_from_one(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
 
 RIGHT: Final = [
     numbers_from_one,
-    *(attended, in_a_vmap),
-    *(added, in_place, routed, by_positions, two_sums, two_lists, twice, penalty, own_gradient),
-    concatenated,
+    in_a_vmap,
+    *(added, routed, by_positions, twice, own_gradient),
 ]
 
 
@@ -144,55 +105,8 @@ def compare(body: Body, size: int = 2) -> None:
         torch.testing.assert_close(here, there)
 
 
-def in_sequence(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    for a in w:
-        x = (x @ a).tanh()
-    return total(x)
-
-
-def summed_in_the_loop(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return reduce(torch.add, [total(x @ a).tanh() for a in w])
-
-
-def by_number(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(sum(x @ w[e] for e in range(2)))
-
-
-def by_number_in_place(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    for e in range(2):
-        y += x @ w[e]
-    return total(y)
-
-
 def the_first(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     return total(x @ w[0])
-
-
-def begun_elsewhere(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = x
-    for a in w:
-        y = y + x @ a
-    return total(y)
-
-
-def numbered(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(sum(e * (x @ a) for e, a in enumerate(w)))
-
-
-def decayed(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    for a in w:
-        y = 0.5 * y + x @ a
-    return total(y)
-
-
-def of_sums_so_far(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = z = torch.zeros_like(x)
-    for a in w:
-        y = y + x @ a
-        z = z + y.tanh()
-    return total(z)
 
 
 def later_ones_twice(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -203,24 +117,8 @@ def later_ones_twice(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     return total(y)
 
 
-def with_the_next(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(sum(x @ a @ b for a, b in zip(w, [*v[1:], v[0]], strict=True)))
-
-
 def paired_crosswise(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     return total(sum(x @ a @ b for a, b in zip(w, reversed([*v]), strict=True)))
-
-
-def of_the_sum(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(reduce(torch.add, [x @ a for a in w]).tanh())
-
-
-def times_a_counter(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y, count = torch.zeros_like(x), torch.ones(3, 4, dtype=x.dtype)
-    for a in w:
-        y = y + count * (x @ a)
-        count += 1
-    return total(y)
 
 
 def later_ones_without_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -228,24 +126,6 @@ def later_ones_without_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) 
     for e, a in enumerate(w):
         with torch.set_grad_enabled(e < 2):
             y = y + x @ a
-    return total(y)
-
-
-def later_ones_added_without_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    for e, a in enumerate(w):
-        h = x @ a
-        with torch.set_grad_enabled(e < 2):
-            y = y + h
-    return total(y)
-
-
-def the_first_added_without_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    for e, a in enumerate(w):
-        h = x @ a
-        with torch.set_grad_enabled(e > 0):
-            y = y + h
     return total(y)
 
 
@@ -265,18 +145,8 @@ def own_numbers(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     return total(sum((torch.arange(3) == e)[:, None] * (x @ a) for e, a in enumerate(w)))
 
 
-def numbers_of_a_literal(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    first = axis_index("ep") * 4
-    return total(sum((torch.arange(3) == first + e)[:, None] * (x @ a) for e, a in enumerate(w)))
-
-
 def later_ones_from_a_second_stack(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     return total(sum(x @ (w[e] if e < 2 else v[e]) for e in range(w.shape[0])))
-
-
-def the_first_detached(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    first, *others = [x @ each for each in w]
-    return total(sum(others, first.detach()))
 
 
 def each_ranks_detached(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -285,12 +155,12 @@ def each_ranks_detached(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tenso
 
 
 WRONG: Final[list[Body]] = [
-    *(the_first_detached, each_ranks_detached, in_sequence, summed_in_the_loop, by_number),
-    *(by_number_in_place, the_first, begun_elsewhere, numbered, decayed, of_sums_so_far),
-    *(later_ones_twice, with_the_next, paired_crosswise, of_the_sum, times_a_counter),
-    *(later_ones_without_gradient, later_ones_added_without_gradient),
-    *(the_first_added_without_gradient, backwards, largest, dropped, own_numbers),
-    *(numbers_of_a_literal, later_ones_from_a_second_stack),
+    each_ranks_detached,
+    the_first,
+    *(later_ones_twice, paired_crosswise),
+    later_ones_without_gradient,
+    *(backwards, largest, dropped, own_numbers),
+    later_ones_from_a_second_stack,
 ]
 
 

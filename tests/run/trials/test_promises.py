@@ -150,3 +150,15 @@ def test_local_strictness_believes_what_a_region_promises() -> None:
     region = local_region(halved, in_types=(P("cp"),), out_types=P("cp"))
     mapped = shard_map(lambda x: region(x), mesh=CP, in_specs=P("cp"), out_specs=P("cp"))
     check_program(mapped, random(6))
+
+
+@pytest.mark.parametrize("out", [P("dp"), P(None, "dp")])
+def test_a_lookup_serves_programs_in_which_another_axis_shards_ids(out: P) -> None:
+    mapped = shard_map(
+        lambda table, ids: all_reduce(lookup()(table, ids), "tp", dst=I),
+        mesh=TP,
+        in_specs=(P("tp"), out),
+        out_specs=out,
+        check="global",
+    )
+    torch.testing.assert_close(mapped(TABLE, TOKENS), TABLE[TOKENS])

@@ -40,7 +40,7 @@ def decide(f: Callable[..., Any], *args: Any) -> Verdict:
     def alone(call: Call, strictness: Strictness) -> Verdict:
         axes = by_numbers._compared(call.mesh, strictness)
         verdict = verify(call, "local")
-        by_numbers._compare(call, verdict, axes, axes, verdict)
+        by_numbers._compare(call, verdict, frozenset(), axes, verdict)
         return verdict
 
     with mock.patch.object(checked, "verify", alone):
