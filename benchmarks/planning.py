@@ -1,31 +1,49 @@
 """Compares estimates of training steps with published figures, none of which was used to make them.
 
     .venv/bin/python -m benchmarks.planning
+    .venv/bin/python -m benchmarks.planning torchtitan  # rows of this source alone
+    .venv/bin/python -m benchmarks.planning meshes      # best_mesh beside what authors chose
 
-A Llama over "fsdp" and "tp": float32 shards gathered a layer ahead in bfloat16, every layer
-recomputed, positions sharded between the layers where "tp" has several ranks, AdamW and clipping.
+A Llama, or a GPT, over "fsdp" and "tp": float32 shards gathered a layer ahead in bfloat16, layers
+recomputed as the row says, positions sharded between the layers where "tp" has several ranks,
+AdamW and clipping. Steps that accumulate gradients are estimated for one microbatch.
 """
 
+import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import Mesh, P, R, S, ShapeDtype, make_mesh, nn, shard_map, value_and_grad
+from shardmap_torch import (
+    Mesh,
+    P,
+    R,
+    S,
+    ShapeDtype,
+    SpecError,
+    checkpoint,
+    make_mesh,
+    nn,
+    shard_map,
+    value_and_grad,
+)
 from shardmap_torch.optim import adamw, clip_by_global_norm, sync_gradients
-from shardmap_torch.planning import A100, H100, Estimate, Hardware, estimate
+from shardmap_torch.planning import A100, H100, Estimate, Hardware, best_mesh, estimate
 
 Params = Any
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of a Llama."""
+    """Sizes of a decoder: a Llama, or a GPT whose MLP has no gate and whose positions are free."""
 
     width: int
     layers: int
@@ -33,6 +51,7 @@ class Llama:
     key_heads: int
     hidden: int
     vocabulary: int
+    gated: bool = True
 
     def shapes(self) -> Params:
         d, k = self.width, self.width // self.heads
@@ -42,7 +61,7 @@ class Llama:
             "kv": (d, self.key_heads, 2, k),
             "out": (self.heads, k, d),
             "mlp_norm": (d,),
-            "gate_up": (d, self.hidden, 2),
+            "gate_up": (d, self.hidden, 2) if self.gated else (d, self.hidden),
             "down": (self.hidden, d),
         }
         return {
@@ -52,6 +71,10 @@ class Llama:
             "unembedding": (d, self.vocabulary),
         }
 
+
+Recompute: TypeAlias = Literal["full", "parts", "half", "none"]
+"""What a backward computes again: all layers; of each the norms, the projections before attention
+and the first half of the MLP; every second layer; nothing."""
 
 LAYER: Final = {
     "attention_norm": P("fsdp", replicate="tp"),
@@ -73,19 +96,54 @@ def specs_of(llama: Llama) -> Params:
     }
 
 
-def block(w: Params, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """x [b, t/tp, d] -> the same."""
+Tables: TypeAlias = tuple[Tensor, Tensor]
+
+
+def block(w: Params, x: Tensor, tables: Tables, llama: Llama, region: Any = None) -> Tensor:
+    """x [b, t/tp, d] -> the same; `region` runs the parts that a backward may compute again."""
+    region = region or (lambda part, *args: part(*args))
+    q, key, value = region(partial(projected, llama=llama), w, x, tables)
+    made = nn.attention(q, key, value, causal=True)
+    x = x + nn.row_linear(made, w["out"], "tp", dst=S(1), overlap="off")
+    wide = region(partial(widened, llama=llama), w, x)
+    return x + nn.row_linear(wide, w["down"], "tp", dst=S(1), overlap="off")
+
+
+def projected(w: Params, x: Tensor, tables: Tables, llama: Llama) -> tuple[Tensor, Tensor, Tensor]:
     h = nn.rms_norm(x, w["attention_norm"], "tp", weight_type=R)
     q, kv = nn.column_linear(h, [w["q"], w["kv"]], "tp", src=S(1), overlap="off")
     key, value = kv.unbind(-2)
-    made = nn.attention(nn.rotary(q, tables), nn.rotary(key, tables), value, causal=True)
-    x = x + nn.row_linear(made, w["out"], "tp", dst=S(1), overlap="off")
+    if llama.gated:
+        q, key = nn.rotary(q, tables), nn.rotary(key, tables)
+    return q, key, value
+
+
+def widened(w: Params, x: Tensor, llama: Llama) -> Tensor:
     h = nn.rms_norm(x, w["mlp_norm"], "tp", weight_type=R)
-    gate, up = nn.column_linear(h, w["gate_up"], "tp", src=S(1), overlap="off").unbind(-1)
-    return x + nn.row_linear(functional.silu(gate) * up, w["down"], "tp", dst=S(1), overlap="off")
+    wide = nn.column_linear(h, w["gate_up"], "tp", src=S(1), overlap="off")
+    if not llama.gated:
+        return functional.gelu(wide)
+    gate, up = wide.unbind(-1)
+    made: Tensor = functional.silu(gate) * up
+    return made
 
 
-def loss_of(params: Params, batch: Tensor, llama: Llama) -> Tensor:
+def run_layers(
+    layers: Sequence[Params], x: Tensor, tables: Tables, llama: Llama, recompute: Recompute
+) -> Tensor:
+    """Runs all layers; gathers each a layer ahead."""
+    region = checkpoint if recompute == "parts" else None
+    run = partial(
+        nn.fsdp_layers, partial(block, llama=llama, region=region), specs=LAYER, axis="fsdp"
+    )
+    if recompute != "half":
+        return run(layers, x, tables, recompute=recompute == "full")
+    for at, layer in enumerate(layers):
+        x = run([layer], x, tables, recompute=at % 2 == 1)
+    return x
+
+
+def loss_of(params: Params, batch: Tensor, llama: Llama, recompute: Recompute) -> Tensor:
     """Batch [b, t + 1] -> mean nats a token."""
     params = optree.tree_map(lambda p: p.bfloat16(), params)
     tokens, targets = batch[:, :-1], batch[:, 1:]
@@ -94,7 +152,7 @@ def loss_of(params: Params, batch: Tensor, llama: Llama) -> Tensor:
     x = nn.vocab_parallel_embedding(tokens, first, "tp", dst=S(1))
     at = nn.positions(tokens.shape[1])
     tables = nn.rotary_tables(at, llama.width // llama.heads, dtype=torch.bfloat16)
-    x = nn.fsdp_layers(block, params["layers"], x, tables, specs=LAYER, axis="fsdp")
+    x = run_layers(params["layers"], x, tables, llama, recompute)
     names = ("norm", "unembedding")
     last = nn.fsdp_gather({n: params[n] for n in names}, {n: specs[n] for n in names}, "fsdp")
     x = nn.rms_norm(x, last["norm"], "tp", weight_type=R)
@@ -104,13 +162,15 @@ def loss_of(params: Params, batch: Tensor, llama: Llama) -> Tensor:
     )
 
 
-def build(mesh: Mesh, llama: Llama, batch: int, length: int) -> tuple[Callable[..., Any], Any]:
+def build(
+    mesh: Mesh, llama: Llama, batch: int, length: int, recompute: Recompute = "full"
+) -> tuple[Callable[..., Any], Any]:
     """Returns a step, and the shapes of its arguments; `batch` is that of a rank of "fsdp"."""
     specs, optimizer = specs_of(llama), adamw(1e-4, weight_decay=0.1)
     state_specs = optimizer.specs(specs)
 
     def step(params: Params, state: Any, tokens: Tensor) -> tuple[Params, Any, Tensor]:
-        value, grads = value_and_grad(loss_of)(params, tokens, llama)
+        value, grads = value_and_grad(loss_of)(params, tokens, llama, recompute)
         grads = sync_gradients(grads, specs)
         grads, _ = clip_by_global_norm(grads, specs, 1.0)
         return *optimizer.update(params, grads, state), value
@@ -125,59 +185,176 @@ def build(mesh: Mesh, llama: Llama, batch: int, length: int) -> tuple[Callable[.
 
 LLAMA_3_8B: Final = Llama(4096, 32, 32, 8, 14336, 128256)
 LLAMA_3_70B: Final = Llama(8192, 80, 64, 8, 28672, 128256)
+LLAMA_2_13B: Final = Llama(5120, 40, 40, 40, 13824, 32000)
 LLAMA_2_70B: Final = Llama(8192, 80, 64, 8, 28672, 32000)
 LLAMA_3_405B: Final = Llama(16384, 126, 128, 8, 53248, 128256)
+
+
+def gpt(width: int, layers: int, heads: int, vocabulary: int) -> Llama:
+    return Llama(width, layers, heads, heads, 4 * width, vocabulary, gated=False)
+
+
+def mpt(width: int, layers: int, heads: int) -> Llama:
+    return gpt(width, layers, heads, 50432)  # 50,368, rounded up for 64 shards
+
 
 META: Final = replace(H100, name="H100 96 GB HBM2e", memory=96 * 10**9, bandwidth=2.4e12)
 """Meta's Grand Teton, as torchtitan describes it; its limit of 500 W is not in the figures."""
 
+ORACLE: Final = replace(A100, between=25e9)
+"""A100 hosts with 1,600 Gb/s between them, as MosaicML has them."""
+
 
 @dataclass(frozen=True)
 class Published:
-    """One figure: tokens a second and device, all of them torchtitan's, with full recomputation."""
+    """One figure: tokens a second and device, and GiB of memory where they are published."""
 
+    source: str
+    hardware: Hardware
     model: str
     llama: Llama
-    hardware: Hardware
     ranks: tuple[int, int]
     batch: int
     length: int
+    recompute: Recompute
     tokens: float
-    source: str
+    memory: float | None = None
 
+
+def _rows(source: str, hardware: Hardware, *rows: tuple[Any, ...]) -> list[Published]:
+    return [Published(source, hardware, *row) for row in rows]
+
+
+def _megatron(
+    name: str, llama: Llama, ranks: tuple[int, int], batch: int, teraflops: float
+) -> Published:
+    """Reads a row of table 1, whose FLOPs count what is recomputed, and full attention."""
+    s, v, h, depth = 2048, 51200, llama.width, llama.layers
+    each = 96 * s * depth * h**2 * (1 + s / (6 * h) + v / (16 * depth * h)) / s
+    return Published(MEGATRON, A100, name, llama, ranks, batch, s, "full", teraflops * 1e12 / each)
+
+
+TITAN_A100: Final = "torchtitan, docs/performance.md at 0413364"
+TITAN_2024: Final = "torchtitan, benchmarks/llama3_h100_202412"
+TITAN_2025: Final = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06"
+TITAN_405B: Final = "torchtitan, docs/performance.md, autumn 2024"
+MOSAIC: Final = "llm-foundry, scripts/train/benchmarking at 061f2c7"
+MEGATRON: Final = "Megatron-LM, arXiv 2104.04473, table 1"
+MAXTEXT: Final = "NVIDIA DGXC benchmarking, MaxText Llama 3 70B 25.02"
 
 ROWS: Final = (
-    Published("Llama 3 70B", LLAMA_3_70B, A100, (64, 1), 1, 8192, 331, "performance.md, A100"),
-    Published("Llama 2 70B", LLAMA_2_70B, A100, (64, 1), 2, 4096, 353, "performance.md, A100"),
-    Published("Llama 3.1 405B", LLAMA_3_405B, META, (16, 8), 2, 8192, 109, "performance.md, H100"),
-    Published(
-        "Llama 3 70B, compiled", LLAMA_3_70B, META, (32, 8), 16, 8192, 597.3,
-        "benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
+    *_rows(TITAN_A100, A100,
+        ("Llama 3 8B", LLAMA_3_8B, (64, 1), 1, 8192, "half", 2904),
+        ("Llama 3 8B", LLAMA_3_8B, (64, 1), 1, 8192, "parts", 2973),
+        ("Llama 3 70B", LLAMA_3_70B, (64, 1), 1, 8192, "full", 331),
+        ("Llama 2 13B", LLAMA_2_13B, (64, 1), 2, 4096, "none", 2162),
+        ("Llama 2 13B", LLAMA_2_13B, (64, 1), 2, 4096, "half", 1914),
+        ("Llama 2 13B", LLAMA_2_13B, (64, 1), 2, 4096, "parts", 1904),
+        ("Llama 2 70B", LLAMA_2_70B, (64, 1), 1, 4096, "parts", 355),
+        ("Llama 2 70B", LLAMA_2_70B, (64, 1), 2, 4096, "full", 353),
     ),
+    *_rows(TITAN_405B, META,
+        ("Llama 3 405B", LLAMA_3_405B, (16, 8), 2, 8192, "full", 109),
+    ),
+    *_rows(TITAN_2024, META,
+        ("Llama 3 8B", LLAMA_3_8B, (8, 1), 2, 8192, "parts", 5762, 82.4),
+        ("Llama 3 8B, compiled", LLAMA_3_8B, (8, 1), 2, 8192, "parts", 6667, 77.0),
+        ("Llama 3 8B", LLAMA_3_8B, (128, 1), 2, 8192, "parts", 5605, 67.0),
+        ("Llama 3 8B, compiled", LLAMA_3_8B, (128, 1), 2, 8192, "parts", 6514, 62.0),
+    ),
+    *_rows(TITAN_2025, META,
+        ("Llama 3 70B, compiled", LLAMA_3_70B, (32, 8), 16, 8192, "full", 597.3),
+        ("Llama 3 8B, compiled", LLAMA_3_8B, (8, 8), 12, 8192, "parts", 4378),
+    ),
+    *_rows(MAXTEXT, H100,
+        ("Llama 3 70B, compiled", LLAMA_3_70B, (128, 1), 2, 8192, "full", 1052),
+    ),
+    *_rows(MOSAIC, H100,
+        ("MPT 70B", mpt(8192, 80, 64), (64, 1), 8, 2048, "full", 1039),
+        ("MPT 70B", mpt(8192, 80, 64), (32, 1), 2, 2048, "full", 882),
+        ("MPT 30B", mpt(7168, 48, 56), (32, 1), 14, 2048, "full", 2308),
+        ("MPT 30B", mpt(7168, 48, 56), (8, 1), 3, 2048, "full", 2002),
+        ("MPT 13B", mpt(5120, 40, 40), (64, 1), 2, 2048, "none", 4800),
+        ("MPT 13B", mpt(5120, 40, 40), (8, 1), 2, 2048, "none", 4792),
+        ("MPT 7B", mpt(4096, 32, 32), (8, 1), 6, 2048, "none", 10643),
+        ("MPT 3B", mpt(2560, 32, 20), (64, 1), 6, 2048, "none", 22525),
+    ),
+    *_rows(MOSAIC, ORACLE,
+        ("MPT 70B", mpt(8192, 80, 64), (64, 1), 8, 2048, "full", 410),
+        ("MPT 70B", mpt(8192, 80, 64), (32, 1), 2, 2048, "full", 373),
+        ("MPT 30B", mpt(7168, 48, 56), (8, 1), 3, 2048, "full", 916),
+        ("MPT 13B", mpt(5120, 40, 40), (8, 1), 2, 2048, "none", 2262),
+        ("MPT 7B", mpt(4096, 32, 32), (8, 1), 6, 2048, "none", 4641),
+        ("MPT 3B", mpt(2560, 32, 20), (8, 1), 10, 2048, "none", 10811),
+    ),
+    _megatron("GPT 1.7B", gpt(2304, 24, 24, 51200), (32, 1), 16, 137),
+    _megatron("GPT 3.6B", gpt(3072, 30, 32, 51200), (32, 2), 16, 138),
+    _megatron("GPT 7.5B", gpt(4096, 36, 32, 51200), (32, 4), 16, 142),
+    _megatron("GPT 18.4B", gpt(6144, 40, 48, 51200), (32, 8), 32, 135),
 )  # fmt: skip
+"""All of them bfloat16 or float16, without float8, pipelines and asynchronous tensor parallelism.
+
+Of MosaicML's tables the models of 3B and more at length 2048, on the most and the fewest devices.
+"""
 
 
 def main() -> None:
-    """Prints a line for each figure."""
-    print(f"{'model':24} {'fsdp x tp':>9} {'tokens/s':>9} {'published':>9} {'ratio':>6}  memory")
-    for row in ROWS:
-        start = time.perf_counter()
+    """Prints a line for each figure, and how many are near."""
+    print(f"{'model':22} {'fsdp x tp':>9} recomputed  tokens/s  published  ratio  memory")
+    ratios = []
+    words = {*sys.argv[1:]}
+    chosen = [row for row in ROWS if words <= {*row.source.replace(",", "").split()}]
+    for row in chosen:
+        start = time.process_time()
         found = estimate_of(row)
         tokens = row.batch * row.length / row.ranks[1] / found.seconds
+        ratios.append(tokens / row.tokens)
         sizes = "x".join(map(str, row.ranks))
+        memory = "" if row.memory is None else f" of {row.memory:.1f}"
         print(
-            f"{row.model:24} {sizes:>9} {tokens:9.0f} {row.tokens:9.0f} "
-            f"{tokens / row.tokens:6.2f}  {found.peak / 2**30:.1f} GiB, "
-            f"{found.utilization:.0%}, in {time.perf_counter() - start:.1f} s"
+            f"{row.model:22} {sizes:>9} {row.recompute:10} {tokens:9.0f} {row.tokens:10.0f} "
+            f"{ratios[-1]:6.2f}  {found.peak / 2**30:.1f}{memory} GiB, {row.hardware.name}, "
+            f"{row.source}; {time.process_time() - start:.1f} s",
+            flush=True,
         )
+    near = sum(abs(ratio - 1) <= 0.25 for ratio in ratios)
+    print(f"{near} of {len(ratios)} within 25%")
 
 
 def estimate_of(row: Published) -> Estimate:
     """Estimates the step of a row."""
     mesh = make_mesh(row.ranks, ("fsdp", "tp"), kind="abstract")
-    step, args = build(mesh, row.llama, row.batch, row.length)
+    step, args = build(mesh, row.llama, row.batch, row.length, row.recompute)
     return estimate(step, *args, hardware=row.hardware)
 
 
+CHOSEN: Final = (
+    ("8B on 128", LLAMA_3_8B, 256, (128, 1)),
+    ("70B on 256", LLAMA_3_70B, 512, (32, 8)),
+)
+"""The meshes of torchtitan's benchmarks of December 2024, with their global batches."""
+
+
+def meshes() -> None:
+    """Prints the meshes that are proposed for what authors have run, and their place among them."""
+    for name, llama, batch, chosen in CHOSEN:
+        proposed = best_mesh(
+            partial(_global_step, llama, batch),
+            math.prod(chosen),
+            axes=("fsdp", "tp"),
+            hardware=META,
+        )
+        sizes = [candidate.mesh.axis_sizes for candidate in proposed.candidates]
+        theirs = proposed.candidates[sizes.index(chosen)]
+        print(f"{name}, {proposed}")
+        print(f"theirs {chosen} is {theirs.seconds / proposed.best.seconds:.2f} times as long")
+
+
+def _global_step(llama: Llama, batch: int, mesh: Mesh) -> tuple[Callable[..., Any], Any]:
+    if batch % mesh.shape["fsdp"]:
+        raise SpecError(f"{mesh.shape['fsdp']} ranks do not divide {batch} sequences")
+    return build(mesh, llama, batch // mesh.shape["fsdp"], 8192)
+
+
 if __name__ == "__main__":
-    main()
+    meshes() if sys.argv[1:] == ["meshes"] else main()

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -117,14 +118,17 @@ def fsdp_layers(
     *args: Any,
     specs: Any,
     axis: str,
+    recompute: bool = True,
 ) -> Tensor:
     """Calls `x = function(gathered params, x, *args)` for each layer; gathers the next one early.
 
-    Each layer is an `fsdp_layer`. On processes the gather of layer i + 1 is under way while layer i
-    computes, and in the backward that of layer i - 1 while layer i is recomputed and pulled back;
-    each reduce-scatter of gradients is waited for. The gathered parameters of two layers are in
-    memory at a time. Numbers, types and messages are those of `fsdp_layer`; on simulated ranks,
-    under torch.compile and under vmap each gather runs where it is needed.
+    Each layer is an `fsdp_layer`; without `recompute` gathered parameters and intermediate values
+    are saved for the backward in place of being made again. On processes the gather of layer i + 1
+    is under way while layer i computes, and in the backward that of layer i - 1 while layer i is
+    recomputed and pulled back; each reduce-scatter of gradients is waited for. The gathered
+    parameters of two layers are in memory at a time if they are recomputed. Numbers, types and
+    messages are those of `fsdp_layer`; on simulated ranks, under torch.compile and under vmap each
+    gather runs where it is needed.
 
     Shape and types: as `function`, whose result is the next layer's `x`. Backward: one all-gather
     and one reduce-scatter of each layer's parameters, and what `function` sends. Sends one
@@ -137,6 +141,7 @@ def fsdp_layers(
         *args: of every layer, as positions.
         specs: of one layer, as in `fsdp_gather`.
         axis: as in `fsdp_gather`.
+        recompute: whether the backward gathers parameters again and runs each layer again.
 
     Raises:
         SpecError: as `fsdp_gather`.
@@ -160,7 +165,8 @@ def fsdp_layers(
 
     for index, shards in enumerate(layers):
         early.note(index, (shards, x, args))
-        x = checkpoint(run, shards, index, x, *args)
+        call = partial(checkpoint, run) if recompute else run
+        x = call(shards, index, x, *args)
     return x
 
 

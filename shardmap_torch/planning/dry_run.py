@@ -25,7 +25,7 @@ from shardmap_torch.checker.ir.fake_results import (
     look_up,
     run_fake,
 )
-from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.rules.infer import name_arguments, tensors_of
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.operations import Collective
@@ -57,7 +57,8 @@ class Step:
         name: of the ATen operator, or the collective as printed.
         site: the user's line; in a backward that of the forward.
         backward: whether it is in a backward.
-        flops: floating-point operations, by the formulas of torch's flop counter.
+        flops: floating-point operations, by the formulas of torch's flop counter; of causal
+            attention half of these, as kernels skip what the mask hides.
         traffic: bytes that it reads and writes in memory; 0 of views.
         dtype: of its result.
         axes: the axes of a collective; empty for an operator.
@@ -78,6 +79,11 @@ class Step:
     hops: int = 0
     number: int | None = None
     waits: bool = False
+
+    @property
+    def is_attention(self) -> bool:
+        """Returns whether it is fused attention."""
+        return "scaled_dot_product" in self.name
 
 
 @dataclass
@@ -399,10 +405,10 @@ def _nbytes(x: Tensor) -> int:
 
 
 _ATTENTION: Final[Mapping[str, Callable[..., int]]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_: sdpa_flop_count(
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(
         q.shape, k.shape, v.shape
     ),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_: (
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda g, q, k, v, *_, **__: (
         sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)
     ),
 }
@@ -411,8 +417,8 @@ _ATTENTION: Final[Mapping[str, Callable[..., int]]] = {
 
 def _flops(func: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
     packet = func._overloadpacket
-    formula = flop_registry.get(packet)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=out))
-    own = _ATTENTION.get(packet.__name__)
-    return 0 if own is None else own(*args)
+    formula = flop_registry.get(packet) or _ATTENTION.get(packet.__name__)
+    if formula is None:
+        return 0
+    count = int(formula(*args, **kwargs, out_val=out))
+    return count // 2 if name_arguments(func, args, kwargs).get("is_causal") else count

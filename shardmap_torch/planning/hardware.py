@@ -26,6 +26,8 @@ class Hardware:
         memory: bytes of memory of one device.
         bandwidth: bytes a second that a device reads and writes in its memory.
         matmul_efficiency: the part of `flops` that large matmuls reach.
+        attention_efficiency: likewise of fused attention, of which a causal mask skips half;
+            `matmul_efficiency` where it is None.
         launch: seconds that an operator takes at least.
         devices: devices of a host.
         inside: bytes a second that a device sends to others of its host, in one direction.
@@ -40,6 +42,7 @@ class Hardware:
     memory: int
     bandwidth: float
     matmul_efficiency: float = 0.8
+    attention_efficiency: float | None = None
     launch: float = 5e-6
     devices: int = 8
     inside: float = math.inf
@@ -51,7 +54,8 @@ class Hardware:
     def seconds(self, step: Step) -> float:
         """Computes the time of an operator: its operations or its bytes, whichever take longer."""
         peak = self.flops.get(step.dtype) or self.flops[torch.float32]
-        computing = step.flops / (peak * self.matmul_efficiency)
+        reached = self.attention_efficiency if step.is_attention else None
+        computing = step.flops / (peak * (reached or self.matmul_efficiency))
         return max(computing, step.traffic / self.bandwidth, self.launch)
 
     def sending(self, step: Step, num_ranks: int, here: int) -> float:
@@ -144,21 +148,23 @@ def _nvidia(bf16: float, tf32: float, fp32: float, fp64: float) -> Mapping[torch
 
 
 _MATMULS: Final = "matmul efficiency: S. Bekman, Machine Learning Engineering, table of MAMF"
+_A100_ATTENTION: Final = "attention: 50 to 73% of the peak, T. Dao 2023, FlashAttention-2"
+_H100_ATTENTION: Final = "attention: 370 TFLOP/s of FlashAttention-2, Shah et al. 2024, figure 5"
 
 A100: Final = Hardware(
-    "A100 SXM 80 GB", _nvidia(312, 156, 19.5, 19.5), 80 * 10**9, 2.039e12, 0.859,
+    "A100 SXM 80 GB", _nvidia(312, 156, 19.5, 19.5), 80 * 10**9, 2.039e12, 0.859, 0.615,
     inside=300e9, between=25e9,
-    source=f"NVIDIA A100 data sheet; DGX A100 (200 Gb/s a device); {_MATMULS}",
+    source=f"NVIDIA A100 data sheet; DGX A100 (200 Gb/s a device); {_MATMULS}; {_A100_ATTENTION}",
 )  # fmt: skip
 H100: Final = Hardware(
-    "H100 SXM 80 GB", _nvidia(989.4, 494.7, 66.9, 66.9), 80 * 10**9, 3.35e12, 0.801,
+    "H100 SXM 80 GB", _nvidia(989.4, 494.7, 66.9, 66.9), 80 * 10**9, 3.35e12, 0.801, 0.374,
     inside=450e9, between=50e9,
-    source=f"NVIDIA H100 data sheet; DGX H100 (400 Gb/s a device); {_MATMULS}",
+    source=f"NVIDIA H100 data sheet; DGX H100 (400 Gb/s a device); {_MATMULS}; {_H100_ATTENTION}",
 )  # fmt: skip
 H200: Final = Hardware(
-    "H200 SXM 141 GB", _nvidia(989.4, 494.7, 66.9, 66.9), 141 * 10**9, 4.8e12, 0.803,
+    "H200 SXM 141 GB", _nvidia(989.4, 494.7, 66.9, 66.9), 141 * 10**9, 4.8e12, 0.803, 0.374,
     inside=450e9, between=50e9,
-    source=f"NVIDIA H200 data sheet; DGX H200 (400 Gb/s a device); {_MATMULS}",
+    source=f"NVIDIA H200 data sheet; DGX H200 (400 Gb/s a device); {_MATMULS}; {_H100_ATTENTION}",
 )  # fmt: skip
 B200: Final = Hardware(
     "B200 SXM 180 GB", _nvidia(2250, 1125, 75, 37), 180 * 10**9, 8e12, 0.776,

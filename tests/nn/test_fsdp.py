@@ -56,6 +56,11 @@ def three_layers(x: Tensor, *params: Tensor) -> Tensor:
     return fsdp_layers(mlp, layers, x, axis="tp", specs=SPECS)
 
 
+def three_layers_kept(x: Tensor, *params: Tensor) -> Tensor:
+    layers = [dict(zip(SPECS, params[i : i + 3], strict=True)) for i in range(0, 9, 3)]
+    return fsdp_layers(mlp, layers, x, axis="tp", specs=SPECS, recompute=False)
+
+
 def three_on_one_device(x: Tensor, *params: Tensor) -> Tensor:
     return one_device(two_on_one_device(x, *params[:6]), *params[6:])
 
@@ -85,6 +90,13 @@ CASES = {
     ),
     "layers": Case(
         three_layers,
+        three_on_one_device,
+        (*IN_SPECS, *SPECS.values(), *SPECS.values()),
+        P("tp"),
+        (X, *PARAMS, *(p + 1 for p in PARAMS), *(p - 1 for p in PARAMS)),
+    ),
+    "layers kept": Case(
+        three_layers_kept,
         three_on_one_device,
         (*IN_SPECS, *SPECS.values(), *SPECS.values()),
         P("tp"),
@@ -120,6 +132,7 @@ def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -
         ("layer", {"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}),
         ("two layers", {"all_gather": 2}, {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}),
         ("layers", {"all_gather": 3}, {"all_gather": 3, "reduce_scatter": 3, "all_reduce": 3}),
+        ("layers kept", {"all_gather": 3}, {"reduce_scatter": 3, "all_reduce": 3}),
     ],
 )
 def test_a_layer_is_gathered_once_forward_and_gathered_and_scattered_once_backward(

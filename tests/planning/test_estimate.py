@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from shardmap_torch import I, P, R, ShapeDtype, all_gather, all_reduce, make_mesh, shard_map
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -33,6 +35,23 @@ def test_an_operator_takes_its_operations_its_bytes_or_its_launch() -> None:
     assert found.seconds == 42.0
     assert found.utilization == pytest.approx(20 / 42)
     assert set(times) == {"mm", "neg"}
+
+
+def test_causal_attention_computes_half_at_the_rate_of_attention() -> None:
+    mesh = make_mesh((1,), ("tp",), kind="abstract")
+    device = replace(UNIT, attention_efficiency=0.25, bandwidth=1e9)
+    flops, seconds = [], []
+    for causal in (False, True):
+        attend = partial(scaled_dot_product_attention, is_causal=causal)
+        f = shard_map(attend, mesh=mesh, in_specs=P(), out_specs=P())
+        x = ShapeDtype((1, 2, 100, 10), requires_grad=True)
+        found = estimate(f, x, x, x, hardware=device)
+        flops.append(found.flops)
+        seconds.append(found.seconds)
+    # Two products of 100 x 100 x 10 a head forward, five backward, two operations each.
+    assert flops == [2 * 2 * 7 * 100_000, 2 * 7 * 100_000]
+    # At a quarter of 1,000 a second.
+    assert [each // 100 for each in seconds] == [count // 25_000 for count in flops]
 
 
 @pytest.mark.parametrize(("axis", "seconds"), [("tp", 4.0), ("dp", 40.0), (("dp", "tp"), 30.0)])
