@@ -73,7 +73,7 @@ class Llama:
 
 
 Recompute: TypeAlias = Literal["full", "parts", "half", "none"]
-"""What a backward computes again: all layers; of each the norms, the projections before attention
+"""Parts that a backward computes again: all layers; of each the norms, the first projections
 and the first half of the MLP; every second layer; nothing."""
 
 LAYER: Final = {
