@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardmap_torch.core.functorch import base_of
 
-_CHUNK: Final = {"cpu": 1 << 15}  # in its caches; others launch a kernel for each operation
+_CHUNK: Final = 1 << 20  # so that a few of them fit in memory, at a kernel for each operation
 _FIRST: Final = -7046029254386353131  # odd, the golden ratio of 2**64
 _SECOND: Final = -4658895280553007687  # odd, of splitmix64, Steele, Lea and Flood 2014
 
@@ -27,9 +27,8 @@ def hash_of(x: Tensor) -> Tensor:
     values = _words(x).contiguous().view(-1).view(torch.uint8)
     values = torch.nn.functional.pad(values, (0, -values.numel() % 8)).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    chunk = _CHUNK.get(x.device.type, 1 << 20)
-    for start in range(0, values.numel(), chunk):
-        words = values[start : start + chunk]
+    for start in range(0, values.numel(), _CHUNK):
+        words = values[start : start + _CHUNK]
         index = torch.arange(start + 1, start + 1 + words.numel(), device=x.device)
         mixed = (words ^ (index * _FIRST)) * _SECOND
         total = total + ((mixed ^ (mixed >> 29)) * _FIRST).sum()
@@ -40,11 +39,9 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _words(x: Tensor) -> Tensor:
-    """Returns the bits of each number as an integer, without a copy."""
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
-    if x.is_neg():
-        x = x.resolve_neg()
+    """Returns the bits of each number as an integer, without a copy where it lies as it is."""
+    x = x.resolve_conj().resolve_neg()
+    x = torch.view_as_real(x) if x.is_complex() else x
     word = _WORDS[x.element_size()]
     return x if x.dtype is word else x.view(word)
 
@@ -56,14 +53,8 @@ _FORMATS: Final[Mapping[int, Literal["b", "h", "i", "q"]]] = {1: "b", 2: "h", 4:
 def _sample(x: Tensor, turn: int) -> Tensor:
     """Returns the bits of 32 numbers or a few more, evenly spaced, the first one by the turn."""
     words = _words(x)
-    size = words.numel()
-    if size <= _SAMPLE:
-        return words.reshape(-1)
-    start, step = _spaced(size, turn)
-    if words.is_contiguous():
-        length = (size - start + step - 1) // step
-        return words.as_strided((length,), (step,), words.storage_offset() + start)
-    return words.take(torch.arange(start, size, step, device=x.device))
+    start, step = (0, 1) if words.numel() <= _SAMPLE else _spaced(words.numel(), turn)
+    return words.take(torch.arange(start, words.numel(), step, device=x.device))
 
 
 def _spaced(size: int, turn: int) -> tuple[int, int]:
@@ -73,29 +64,38 @@ def _spaced(size: int, turn: int) -> tuple[int, int]:
     return turn % step, step
 
 
-def _memory(x: Tensor, turn: int) -> bytes:
-    """Reads a sample from contiguous memory of the CPU, for a third of what torch's views take."""
-    size = x.numel()
+def _memory(x: Tensor) -> memoryview:
+    """Returns contiguous memory of the CPU, as it is."""
+    if not x.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())).cast("B")
+
+
+def _spaced_memory(x: Tensor, turn: int) -> bytes:
+    """Reads a sample from contiguous memory, for a third of what torch's views take."""
+    size, memory = x.numel(), _memory(x)
     if size <= _SAMPLE:
-        return ctypes.string_at(x.data_ptr(), x.nbytes)
+        return memory.tobytes()
     start, step = _spaced(size, turn)
-    memory = (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())
-    words: memoryview = memoryview(memory).cast("B").cast(_FORMATS[x.element_size()])
-    return words[start::step].tobytes()
-
-
-def _read(x: Tensor) -> bytes:
-    return ctypes.string_at(x.data_ptr(), x.nbytes)
+    return memory.cast(_FORMATS[x.element_size()])[start::step].tobytes()
 
 
 def _bits(x: Tensor, turn: int | None) -> bytes | Tensor:
     """Returns bits of a tensor; where it is on a device, a tensor that will have them."""
-    if x.is_cpu and turn and x.is_contiguous() and not (x.is_complex() or x.is_neg()):
-        return _memory(x, turn)
+    is_plain = x.is_contiguous() and not (x.is_complex() or x.is_neg())
+    if x.is_cpu and turn and is_plain:
+        return _spaced_memory(x, turn)
     with torch.no_grad():
-        found = hash_of(x).reshape(1) if turn is None else _sample(x, turn).contiguous()
+        if turn is not None:
+            found = _sample(x, turn)
+        elif x.is_cpu:  # in one pass, where torch takes one for each operation
+            found = x if is_plain else _words(x).contiguous()
+        else:
+            found = hash_of(x).reshape(1)
     found = base_of(found)  # a transform of torch.func that runs has wrapped it
-    return _read(found) if x.is_cpu else found
+    if turn is None and x.is_cpu:
+        return zlib.crc32(_memory(found)).to_bytes(4, "little")
+    return _memory(found).tobytes() if x.is_cpu else found
 
 
 class Bits:
@@ -120,7 +120,7 @@ class Bits:
         """Returns those of each tensor, waiting for the device where it has not got so far."""
         for at, copy, event in self._events:
             event.synchronize()
-            self._parts[at] = _read(copy)
+            self._parts[at] = _memory(copy).tobytes()
         self._events.clear()
         return self._parts  # type: ignore[return-value]  # all are read
 
@@ -156,7 +156,7 @@ def sampled_hash(x: Tensor) -> str:
     if x.is_meta:
         return "without data"
     flat = x.detach().reshape(-1)
-    return f"{int(hash_of(flat[:: max(1, flat.numel() // _SAMPLED)])):x}"
+    return f"{Bits([flat[:: max(1, flat.numel() // _SAMPLED)]], None).digest():x}"
 
 
 _FEW: Final = 16
@@ -166,4 +166,4 @@ def numbers_of(literal: Tensor) -> str:
     """The numbers of a literal, or what tells them from others where they are many."""
     if literal.numel() <= _FEW:
         return f"{literal.tolist()}"
-    return f"of hash {int(hash_of(literal)):x}"
+    return f"of hash {Bits([literal], None).digest():x}"

@@ -60,5 +60,37 @@ def test_hashes_see_a_change_and_an_exchange(values: list[int], data: Any) -> No
 def test_hashes_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(1000.0)
     whole = hash_of(x)
-    monkeypatch.setattr(hashing, "_CHUNK", {"cpu": 16})
+    monkeypatch.setattr(hashing, "_CHUNK", 16)
     assert hash_of(x) == whole
+
+
+WAYS = (torch.Tensor.t, torch.Tensor.neg, torch.Tensor.conj, torch.Tensor._neg_view)
+
+
+@given(
+    st.sampled_from([torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64]),
+    st.integers(0, 90),
+    st.sampled_from([None, 1, 2, 77]),
+    st.sampled_from(WAYS),
+)
+def test_bits_depend_on_values_alone_and_all_of_them_see_any_change(
+    dtype: torch.dtype, rows: int, turn: int | None, way: Any
+) -> None:
+    x = torch.arange(rows * 3).reshape(rows, 3).to(dtype)
+    if not (dtype is torch.bool and way in (torch.Tensor.neg, torch.Tensor._neg_view)):
+        x = way(x)  # lies otherwise, or is negated or conjugated when it is read
+    plain = x.clone(memory_format=torch.contiguous_format).resolve_neg().resolve_conj()
+    assert Bits([x, x], turn).digests() == Bits([plain, plain], turn).digests()
+    assert Bits([x], turn).digest() == Bits([plain], turn).digest()
+    if rows:
+        plain.view(-1)[-1] = plain.view(-1)[-1].logical_not()
+        assert turn is not None or Bits([x], None).digest() != Bits([plain], None).digest()
+
+
+def test_samples_of_all_turns_see_all_numbers() -> None:
+    for size in (1, 31, 33, 64, 1000):
+        x = torch.arange(float(size))
+        for at in (0, size // 2, size - 1):
+            other = x.clone()
+            other[at] = -1.0
+            assert any(Bits([x], t).digest() != Bits([other], t).digest() for t in range(1, 99))
