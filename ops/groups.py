@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -25,7 +24,7 @@ from shardmap_torch.ops.arguments import Axis, read_axes
 from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
 from shardmap_torch.ops.transfers import transfers_of
-from shardmap_torch.types import I, R
+from shardmap_torch.types import AxisType, I, R
 
 Group: TypeAlias = "dist.ProcessGroup | AxisGroup"
 
@@ -65,8 +64,8 @@ class _GroupName(str):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the typed collective in place of an operator of torch.distributed."""
-        functional, name = FUNCTIONAL.get(func.__name__), args[-1]
-        if functional is None or not isinstance(name, cls):
+        name = args[-1]
+        if func.__name__ not in FUNCTIONAL or not isinstance(name, cls):
             raise CollectiveError(
                 f"{func.__name__} of torch.distributed is called in the body on the group of an "
                 f"axis: only {', '.join(FUNCTIONAL)} are typed."
@@ -189,12 +188,9 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], options: Any = None
     ) -> Arriving:
         """Sends tensor i of a list to rank i, and writes those that arrive into another."""
-
-        def move() -> Sequence[Tensor]:
-            stacked = torch.stack([*tensors])
-            return all_to_all(stacked, self.axes, split_dim=0, concat_dim=0).unbind(0)
-
-        return self._write("all_to_all", outputs, tensors, move)
+        return self._write(
+            "all_to_all", outputs, tensors, lambda: self.swapped(torch.stack([*tensors])).unbind(0)
+        )
 
     def barrier(self, *options: Any, **others: Any) -> Arriving:
         """Does nothing: ranks wait for one another where values move."""
@@ -227,27 +223,34 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         name = operator.split("::")[1]
         if can_receive_gradient(x) and not num_derivatives():
             return self.differentiable(name, x, *rest)
-        functional = FUNCTIONAL[name]
-        with self._entered(functional.name, [x]):
-            return functional.call(self, x, *rest)
+        typed = FUNCTIONAL[name]
+        with self._entered(typed, [x]):
+            result = _MOVES[name](self, I, x, *rest)
+            if name != "all_reduce":  # whose operand torch copies; others read it until then
+                begun(read_axes(typed, self.axes)[1], [], [x])
+            return result
 
     def differentiable(self, name: str, x: Tensor, *rest: Any) -> Any:
-        """Calls one of `DIFFERENTIABLE`."""
+        """Calls a collective that autograd sees.
+
+        One of `_functional_collectives` whose name ends in `_autograd`, or one of
+        `torch.distributed.nn.functional`.
+        """
         with self._entered(name, []):
-            return DIFFERENTIABLE[name](self, x, *rest)
+            return _MOVES[name](self, R, x, *rest)
 
     # The names of methods that torch calls differ between releases.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
-    def reduced(self, x: Tensor, options: Any) -> Tensor:
-        """Sums over the ranks; pending sums become invariant."""
-        return all_reduce(x, self.axes, dst=I, op=_read_op("all_reduce", options))
+    def reduced(self, x: Tensor, options: Any, dst: AxisType = I) -> Tensor:
+        """Sums over the ranks; pending sums become invariant, or R."""
+        return all_reduce(x, self.axes, dst=dst, op=_read_op("all_reduce", options))
 
-    def gathered(self, x: Tensor, tiled: bool = True) -> Tensor:
-        """Gathers along dim 0; varying values become invariant."""
-        return all_gather(x, self.axes, dim=0, dst=I, tiled=tiled)
+    def gathered(self, x: Tensor, tiled: bool = True, dst: AxisType = I) -> Tensor:
+        """Gathers along dim 0; varying values become invariant, or R."""
+        return all_gather(x, self.axes, dim=0, dst=dst, tiled=tiled)
 
     def scattered(self, x: Tensor, options: Any, tiled: bool = True) -> Tensor:
         """Sums over the ranks, and leaves each its shard along dim 0."""
@@ -263,6 +266,10 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
                 f"{[*received]} and {[*sent]}, and only equal shares of all rows, {share} each, "
                 "are typed. Use shardmap_torch.ragged_all_to_all."
             )
+        return self.swapped(x)
+
+    def swapped(self, x: Tensor) -> Tensor:
+        """Sends shard i along dim 0 to rank i, and joins those that arrive."""
         return all_to_all(x, self.axes, split_dim=0, concat_dim=0)
 
     @contextmanager
@@ -365,66 +372,34 @@ def begun(
     return scope.backend.begin_call(written, read) if is_checker(scope.backend) else nullcontext
 
 
-@dataclass(frozen=True)
-class Functional:
-    """A functional collective of torch.
-
-    Attributes:
-        name: of the typed one.
-        moves: calls it, with the operator's arguments but the group.
-        copies: whether torch copies its operand; others may read it until their result is used.
-    """
-
-    name: str
-    moves: Callable[..., Tensor]
-    copies: bool = False
-
-    def call(self, group: AxisGroup, x: Tensor, *rest: Any) -> Tensor:
-        """Calls it, and refuses writes into an operand that it may still read afterwards."""
-        result = self.moves(group, x, *rest)
-        if not self.copies:
-            begun(read_axes(self.name, group.axes)[1], [], [x])
-        return result
-
-
-FUNCTIONAL: Final[Mapping[str, Functional]] = MappingProxyType(
+FUNCTIONAL: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "all_reduce": Functional("all_reduce", lambda group, x, op: group.reduced(x, op), True),
-        "all_gather_into_tensor": Functional(
-            "all_gather", lambda group, x, size: group.gathered(x)
-        ),
-        "reduce_scatter_tensor": Functional(
-            "reduce_scatter", lambda group, x, op, size: group.scattered(x, op)
-        ),
-        "all_to_all_single": Functional(
-            "all_to_all",
-            lambda group, x, received, sent: group.exchanged(x, received, sent),
-        ),
+        "all_reduce": "all_reduce",
+        "all_gather_into_tensor": "all_gather",
+        "reduce_scatter_tensor": "reduce_scatter",
+        "all_to_all_single": "all_to_all",
     }
 )
-"""Functional collectives that are typed, by the names of their operators."""
+"""Functional collectives that are typed, by the names of their operators, and as what."""
 
-
-DIFFERENTIABLE: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+_MOVES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
-        "all_reduce": lambda group, x, op: all_reduce(
-            x, group.axes, dst=R, op=_read_op("all_reduce", op)
+        "all_reduce": lambda group, dst, x, op: group.reduced(x, op, dst),
+        "all_gather_into_tensor": lambda group, dst, x, size: group.gathered(x, dst=dst),
+        "all_gather": lambda group, dst, x: group.gathered(x, False, dst).unbind(0),
+        "reduce_scatter_tensor": lambda group, dst, x, op, size: group.scattered(x, op),
+        "reduce_scatter": lambda group, dst, x, op: group.scattered(x, op, False),
+        "all_to_all_single": lambda group, dst, x, received, sent: group.exchanged(
+            x, received, sent
         ),
-        "all_gather_into_tensor": lambda group, x, size: all_gather(x, group.axes, dim=0, dst=R),
-        "all_gather": lambda group, x: all_gather(x, group.axes, dim=0, dst=R, tiled=False).unbind(
-            0
-        ),
-        "reduce_scatter_tensor": lambda group, x, op, size: group.scattered(x, op),
-        "reduce_scatter": lambda group, x, op: group.scattered(x, op, False),
-        "all_to_all_single": lambda group, x, received, sent: group.exchanged(x, received, sent),
-        "all_to_all": lambda group, x: all_to_all(x, group.axes, split_dim=0, concat_dim=0).unbind(
-            0
-        ),
-        "broadcast": lambda group, x, source: broadcast(x, group.axes, source, dst=R),
+        "all_to_all": lambda group, dst, x: group.swapped(x).unbind(0),
+        "broadcast": lambda group, dst, x, source: broadcast(x, group.axes, source, dst=dst),
     }
 )
-"""Collectives of torch that autograd sees: those of `_functional_collectives` whose names end in
-`_autograd`, and those of `torch.distributed.nn.functional`."""
+"""Functions of functional collectives, and of those of `torch.distributed.nn.functional`.
+
+Where all ranks get one value it is of type `dst`.
+"""
 
 
 def unseen_by_autograd(name: str) -> CollectiveError:

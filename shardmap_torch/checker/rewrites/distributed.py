@@ -89,7 +89,7 @@ def _group_of(group: Any) -> AxisGroup | None:
 
 
 Call = tuple[str, Any, Tensor, tuple[Any, ...]]
-"""The name in `DIFFERENTIABLE`, the group, the operand and what else there is."""
+"""The name of the collective, the group, the operand and what else there is."""
 
 _FUNCTIONS: Final[Mapping[Any, Callable[..., Call]]] = MappingProxyType(
     {
