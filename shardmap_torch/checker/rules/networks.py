@@ -7,10 +7,10 @@ from shardmap_torch.checker.rules.rule import (
     SELF,
     Arguments,
     Row,
-    argument_of,
     each,
     merged,
     never,
+    overloads,
     product,
     sums,
 )
@@ -56,8 +56,8 @@ HIDDEN_WRITES: Final = dict.fromkeys(
 )
 """Arguments an overload writes when `training` is true, although its schema does not say so."""
 
-# torch 2.14 renamed it.
-_DISTANCE: Final = sums(argument_of("_cdist_backward", "grad", "grad_output"))
+# The gradient is the first argument, which torch 2.14 renamed.
+_DISTANCE: Final = sums(overloads("_cdist_backward")[0]._schema.arguments[0].name)
 _NLL_LOSS: Final = Row(
     results=(
         sums("self"),

@@ -13,6 +13,7 @@ from shardmap_torch.checker.rules.rule import (
     Row,
     each,
     merged,
+    overloads,
     product,
     sums,
 )
@@ -242,53 +243,45 @@ REFUSED: Final = merged(
 _PLAIN: Final = Row(zipped=True)
 
 
-def _lists(row: Row) -> Row:
-    return replace(row, zipped=True)
+def _on_lists(op: OpOverload, items: Mapping[OpOverload, Row]) -> Row:
+    """Returns the row of an operator on lists: that of the operator on their items, renamed.
+
+    Arguments are matched by position, since names differ: `other` of `add.Scalar` is `scalar`. One
+    without a row is not linear, and then the row only says that no position reads another.
+    """
+    base = op._schema.name.replace("_foreach_", "")
+    of_items = next((known for known in items if known._schema.name == base), None)
+    if of_items is None:
+        return _PLAIN
+    theirs, own = ([a.name for a in each._schema.arguments] for each in (of_items, op))
+    names, row = dict(zip(theirs, own, strict=False)), items[of_items]
+    terms = tuple(tuple(names[each] for each in term) for term in row.linear)
+    unread = tuple(names[each] for each in row.unread)
+    return replace(row, linear=terms, unread=unread, zipped=True)
 
 
-LINEAR_ON_LISTS: Final = merged(
-    each(_lists(sums("self", "other")), "_foreach_add.List _foreach_sub.List _foreach_add.Tensor"),
-    each(_lists(sums("self", "scalar")), "_foreach_add.Scalar _foreach_sub.Scalar"),
-    each(_lists(sums("self", "scalars")), "_foreach_add.ScalarList _foreach_sub.ScalarList"),
-    each(_lists(product("self", "other")), "_foreach_mul.List _foreach_mul.Tensor"),
-    each(_lists(product("self", "mat2")), "_foreach_mm"),
-    each(_lists(product("self", "scalar")), "_foreach_mul.Scalar"),
-    each(_lists(product("self", "scalars")), "_foreach_mul.ScalarList"),
-    each(_lists(SELF), "_foreach_div.List _foreach_div.Tensor _foreach_div.Scalar"),
-    each(_lists(SELF), "_foreach_div.ScalarList _foreach_neg _foreach_clone"),
-    each(_lists(sums("self", "tensors1")), "_foreach_lerp.List _foreach_lerp.Scalar"),
-    each(_lists(sums("self", "tensors1")), "_foreach_lerp.ScalarList"),
-    each(
-        _lists(Row(linear=(("self",), ("tensor1", "tensor2")))),
-        "_foreach_addcmul.Scalar _foreach_addcmul.ScalarList",
-    ),
-    each(
-        _lists(sums("self", "tensor1")),
-        "_foreach_addcdiv.Scalar _foreach_addcdiv.ScalarList",
-    ),
-    each(
-        _lists(Row(linear=(("self",), ("tensor1", "tensor2", "scalars")))),
-        "_foreach_addcmul.Tensor",
-    ),
-    each(_lists(Row(linear=(("self",), ("tensor1", "scalars")))), "_foreach_addcdiv.Tensor"),
-    each(_lists(sums("src", unread=("self",))), "_foreach_copy"),
-    each(_lists(Row(zero=True, unread=("self",))), "_foreach_zero"),
+_ITEMS: Final = {**SUMS, **PRODUCTS, **UNARY, **MATMUL, **ZEROS, **FILLED}
+_NAMES: Final = (
+    "add.List add.Tensor add.Scalar add.ScalarList sub.List sub.Scalar sub.ScalarList"
+    " mul.List mul.Tensor mul.Scalar mul.ScalarList div.List div.Tensor div.Scalar div.ScalarList"
+    " mm neg clone copy zero lerp.List lerp.Scalar lerp.ScalarList"
+    " addcmul.Scalar addcmul.ScalarList addcdiv.Scalar addcdiv.ScalarList"
+    " abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p"
+    " log2 max reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
+    " clamp_max.List clamp_max.Scalar clamp_max.ScalarList clamp_min.List clamp_min.Scalar"
+    " clamp_min.ScalarList maximum.List maximum.Scalar maximum.ScalarList minimum.List"
+    " minimum.Scalar minimum.ScalarList pow.List pow.Scalar pow.ScalarList"
+    " pow.ScalarAndTensor norm.Scalar powsum.Scalar"
 )
 
-# Not linear: the row only says that one position does not read another.
-POSITIONS: Final = each(
-    _PLAIN,
-    " ".join(
-        f"_foreach_{name}"
-        for name in (
-            "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p"
-            " log2 max reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
-            " clamp_max.List clamp_max.Scalar clamp_max.ScalarList clamp_min.List clamp_min.Scalar"
-            " clamp_min.ScalarList maximum.List maximum.Scalar maximum.ScalarList minimum.List"
-            " minimum.Scalar minimum.ScalarList pow.List pow.Scalar pow.ScalarList"
-            " pow.ScalarAndTensor norm.Scalar powsum.Scalar"
-        ).split()
+LISTS: Final = merged(
+    {op: _on_lists(op, _ITEMS) for name in _NAMES.split() for op in overloads(f"_foreach_{name}")},
+    # Here the factor is a tensor too, which their namesakes take as a number.
+    each(
+        Row(linear=(("self",), ("tensor1", "tensor2", "scalars")), zipped=True),
+        "_foreach_addcmul.Tensor",
     ),
+    each(Row(linear=(("self",), ("tensor1", "scalars")), zipped=True), "_foreach_addcdiv.Tensor"),
 )
 
 FUSED: Final = merged(
@@ -312,5 +305,5 @@ ROWS: Final[dict[OpOverload, Row]] = merged(
     *(MATMUL, CONVOLUTION, LINALG),
     *(COPIES, REARRANGED, VIEW_BACKWARD, PADDING, READING, WRITING),
     *(ZEROS, FILLED, DRAWN, REFUSED),
-    *(LINEAR_ON_LISTS, POSITIONS, FUSED),
+    *(LISTS, FUSED),
 )

@@ -122,21 +122,6 @@ def overloads(names: str) -> list[OpOverload]:
     return [op for op in map(_overload, names.split()) if op is not None]
 
 
-def argument_of(name: str, *known: str) -> str:
-    """Returns the one of the names `known` that an argument of an overload has in this torch.
-
-    Releases rename arguments. It is the last of them if this torch has no such overload.
-
-    Example:
-        >>> argument_of("sum.dim_IntList", "input", "self")
-        'self'
-    """
-    overload = _overload(name)
-    arguments = () if overload is None else overload._schema.arguments
-    names = {argument.name for argument in arguments}
-    return next((own for own in known if own in names), known[-1])
-
-
 def _overload(name: str) -> OpOverload | None:
     packet, _, which = name.partition(".")
     overloads = getattr(torch.ops.aten, packet, None)
