@@ -14,7 +14,7 @@ from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.threads import Rendezvous, ThreadBackend
 from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.checker.assertions import types_in_check
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import current_interpreter
 from shardmap_torch.checker.ir.program import show_types
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.control.messages import by_ranks

@@ -6,8 +6,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
 from shardmap_torch.checker.ir.program import Asserted
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.scope import current_scope
@@ -48,13 +47,7 @@ def typeof(x: Tensor) -> Mapping[str, AxisType]:
     interpreter = current_interpreter()
     if interpreter is not None:
         found = tuple(types_in_check(interpreter, x).values())
-        if note.types not in ((), found):
-            interpreter.numbers.branches.refuse(
-                f"typeof finds {list(found)} on one path through the body and {list(note.types)} "
-                "on another, and a run cannot tell which path it takes.",
-                "call it on one of the paths.",
-            )
-        note.types = found
+        interpreter.note_types(note, found, "typeof finds", "call it on one of the paths.")
     return dict(zip(scope.backend.mesh.axis_names, note.types, strict=True))
 
 

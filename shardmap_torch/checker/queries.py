@@ -8,8 +8,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from shardmap_torch.checker.assertions import types_in_check
-from shardmap_torch.checker.interpreter.interpreter import Setting
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import Setting, current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.ir.repairs import Insert, Repair, propose

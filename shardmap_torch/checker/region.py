@@ -7,8 +7,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
 from shardmap_torch.checker.ir.observer import REGION, UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.lattice import plain

@@ -189,9 +189,9 @@ def uncommitted(
         is_new = isinstance(value, FakeTensor) and not any(value is x for x in args)
         if not (is_new and (value.requires_grad or is_tracked)):
             return value
-        types = interpreter.storage_type(value).types
-        own = tuple(K if at in open_axes and have == I else have for at, have in enumerate(types))
-        return interpreter.retyped(value, own)
+        return interpreter.retyped(
+            value, lambda at, have: K if at in open_axes and have == I else have
+        )
 
     made = tuple(map(reopened, out)) if isinstance(out, tuple) else (reopened(out),)
     for value in made:
@@ -226,11 +226,9 @@ def _enter(
         _, met = interpreter.results_of.get((node._sequence_nr(), number), (None, ()))
         if gradient is None or not met:
             return gradient
-        types = interpreter.storage_type(base_of(gradient)).types
-        own = tuple(
-            Partial if at in met and plain(have) == V else have for at, have in enumerate(types)
+        return interpreter.retyped(
+            gradient, lambda at, have: Partial if at in met and plain(have) == V else have
         )
-        return interpreter.retyped(gradient, own)
 
     typed = tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
     if _is_compared(interpreter, node):
@@ -281,12 +279,10 @@ def _as_addend(interpreter: "Interpreter", gradient: Any, operand: Use | None) -
     """
     if gradient is None or operand is None:
         return gradient
-    types = interpreter.storage_type(base_of(gradient)).types
-    own = tuple(
-        R if have == I and axis_type.varies else have
-        for have, axis_type in zip(types, operand.types, strict=True)
+    of = operand.types
+    return interpreter.retyped(
+        gradient, lambda at, have: R if have == I and of[at].varies else have
     )
-    return interpreter.retyped(gradient, own)
 
 
 def _as_own(interpreter: "Interpreter", gradient: Any, cotangents: Sequence[Types]) -> Any:
@@ -298,14 +294,12 @@ def _as_own(interpreter: "Interpreter", gradient: Any, cotangents: Sequence[Type
     """
     if gradient is None or interpreter.goes_on([gradient]):
         return gradient
-    types = interpreter.storage_type(base_of(gradient)).types
-    own = tuple(
-        V
-        if axis_type in (I, R, K) and any(plain(seed[at]) in (V, R, Partial) for seed in cotangents)
-        else axis_type
-        for at, axis_type in enumerate(types)
+    own = {
+        at for seed in cotangents for at, have in enumerate(seed) if plain(have) in (V, R, Partial)
+    }
+    return interpreter.retyped(
+        gradient, lambda at, have: V if at in own and have in (I, R, K) else have
     )
-    return interpreter.retyped(gradient, own)
 
 
 def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> Use | None:

@@ -19,7 +19,6 @@ from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.types import COTANGENT, K, Partial, R, V, Z
 
 _EQUAL: Final = frozenset({R, K, Z})
@@ -47,8 +46,7 @@ def seed(interpreter: Interpreter, output: Tensor, cotangent: Tensor | None) -> 
                 interpreter, axis, axis_type, interpreter.storage_type(cotangent), what
             )
     # The cotangents of a varying value are each rank's own, even if they are equal.
-    own = tuple(V if plain(k) == V else c for k, c in zip(have, cotangents, strict=True))
-    return interpreter.retyped(cotangent, own)
+    return interpreter.retyped(cotangent, lambda at, dual: V if plain(have[at]) == V else dual)
 
 
 def check_gradient(interpreter: Interpreter, operand: Tensor, gradient: Tensor | None) -> None:
@@ -63,35 +61,34 @@ def check_gradient(interpreter: Interpreter, operand: Tensor, gradient: Tensor |
 
 
 def hand_over(
-    interpreter: Interpreter, operands: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    interpreter: Interpreter,
+    operands: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    old: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor | None, ...]:
     """Types the gradients that a body gets: V becomes Partial if the value is equal on all ranks.
 
+    Args:
+        interpreter: has their types.
+        operands: the values.
+        gradients: the gradient of each.
+        old: tensors in `.grad` that the backward has added to. Such a one stays the same tensor,
+            which the body may refer to elsewhere.
+
     Returns:
-        The gradients; those whose type changes as copies, since a gradient of autograd may share
+        The gradients; new ones whose type changes as copies, since a gradient of autograd may share
         memory with a cotangent, or with the gradient of a varying value.
     """
-    return tuple(
-        gradient if gradient is None else _handed_over(interpreter, operand, gradient)
-        for operand, gradient in zip(operands, gradients, strict=True)
-    )
-
-
-def hand_over_fields(interpreter: Interpreter, leaves: Sequence[Tensor], old: set[int]) -> None:
-    """Does the same with gradients in `.grad`; `old` are those that the backward has added to.
-
-    An old gradient stays the same tensor, which the body may refer to elsewhere.
-    """
-    for leaf in leaves:
-        with interpreter.paused(), DisableTorchFunction():
-            gradient = leaf.grad
-            if gradient is None:
-                continue
-            if id(gradient) in old:
-                own = interpreter.storage_type(gradient)
-                own.types = _summed(interpreter.storage_type(leaf).types, own.types)
-            else:
-                leaf.grad = _handed_over(interpreter, leaf, gradient)
+    added_to = {*map(id, old)}
+    handed = []
+    for operand, gradient in zip(operands, gradients, strict=True):
+        if gradient is not None and id(gradient) in added_to:
+            own = interpreter.storage_type(gradient)
+            own.types = _summed(interpreter.storage_type(operand).types, own.types)
+        elif gradient is not None:
+            gradient = _handed_over(interpreter, operand, gradient)
+        handed.append(gradient)
+    return tuple(handed)
 
 
 def _summed(types: Types, gradient: Types) -> Types:
@@ -137,15 +134,6 @@ def sum_by_repair(
     if not interpreter.repair.gradients:
         return tuple(gradients)
     return tuple(g if g is None else _summed_by_repair(interpreter, g) for g in gradients)
-
-
-def sum_fields_by_repair(interpreter: Interpreter, leaves: Sequence[Tensor]) -> None:
-    """Applies them to gradients in `.grad`."""
-    if interpreter.repair.gradients:
-        with DisableTorchFunction(), torch.no_grad():
-            for leaf in leaves:
-                if leaf.grad is not None:
-                    leaf.grad = _summed_by_repair(interpreter, leaf.grad)
 
 
 def _summed_by_repair(interpreter: Interpreter, gradient: Tensor) -> Tensor:

@@ -207,12 +207,17 @@ class TypeStore:
         self.bring(made, types, label)
         return made
 
-    def retyped(self, tensor: Tensor, types: Types) -> Tensor:
-        """Returns a tensor with these types: itself, or a copy, whose memory no others share."""
-        if self.storage_type(tensor).types == types:
+    def retyped(self, tensor: Tensor, rule: Callable[[int, AxisType], AxisType]) -> Tensor:
+        """Returns a tensor with the type that `rule` gives along each axis, for the one it has.
+
+        That is the tensor itself, or a copy: others may share its memory, and so its types.
+        """
+        types = self.storage_type(tensor).types
+        own = tuple(rule(at, have) for at, have in enumerate(types))
+        if own == types:
             return tensor
         copy = tensor.clone()
-        self.storage_type(copy).types = types
+        self.storage_type(copy).types = own
         return copy
 
     def known_storage_type(self, tensor: Tensor) -> StorageType | None:
@@ -507,6 +512,20 @@ class Interpreter(TypeStore):
         finally:
             self.equations, self.observer, self.traits, self._count, branches.refusal = before
 
+    def note_types(self, note: Any, types: Types, what: str, advice: str) -> None:
+        """Notes for runs, whose values have no types, those that the body gets at a step.
+
+        Raises:
+            ShardTypeError: they differ on another path that looks the same to a run.
+        """
+        if note.types not in ((), types):
+            self.numbers.branches.refuse(
+                f"{what} {list(types)} on one path through the body and {list(note.types)} on "
+                "another, and a run cannot tell which path it takes.",
+                advice,
+            )
+        note.types = types
+
     def make(
         self, tensor: Tensor, types: Types, equation: Equation, operands: Sequence[Tensor]
     ) -> StorageType:
@@ -581,3 +600,26 @@ class Interpreter(TypeStore):
             return call_site(), False
         forward = self.forward_of_current_node()
         return (forward.site if forward is not None else None), True
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Interpreter] = []
+
+
+_RUNNING = _Running()
+
+
+def current_interpreter() -> Interpreter | None:
+    """Returns the interpreter of the code that this thread runs now, or None."""
+    return _RUNNING.stack[-1] if _RUNNING.stack else None
+
+
+@contextmanager
+def running(interpreter: Interpreter) -> Iterator[None]:
+    """Makes an interpreter the current one in this context."""
+    _RUNNING.stack.append(interpreter)
+    try:
+        yield
+    finally:
+        _RUNNING.stack.pop()

@@ -8,7 +8,6 @@ through which no gradient can flow.
 
 import logging
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.interpreter import custom_functions, gradients, proposals, scalars
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
-from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting, running
 from shardmap_torch.checker.interpreter.operations import Operations
 from shardmap_torch.checker.interpreter.questions import ADDRESSES, guarding_generator_state
 from shardmap_torch.checker.ir.rank_only import (
@@ -68,19 +67,6 @@ _LOGGER: Final = logging.getLogger("torch._subclasses.fake_tensor")
 _TAKES_GRADIENT: Final = gradient_of_transform.__code__
 
 
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Interpreter] = []
-
-
-_CURRENT = _Current()
-
-
-def current_interpreter() -> Interpreter | None:
-    """Returns the interpreter of the code that runs now, or None."""
-    return _CURRENT.stack[-1] if _CURRENT.stack else None
-
-
 @contextmanager
 def interpreting(interpreter: Interpreter) -> Iterator[None]:
     """Runs the context under both modes, with an empty functorch stack."""
@@ -99,12 +85,11 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
                 interpreter.needs_ranks, partial(uncommitted, interpreter), distributed.applied
             )
         )
-        stack.enter_context(guarding_generator_state(interpreter.name))
+        stack.enter_context(guarding_generator_state())
         stack.enter_context(ANSWERING)
         interpreter.begin()
         stack.callback(interpreter.forget_nodes)
-        _CURRENT.stack.append(interpreter)
-        stack.callback(_CURRENT.stack.pop)
+        stack.enter_context(running(interpreter))
         yield
 
 
@@ -345,17 +330,31 @@ def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: An
     seeds = list(map(partial(gradients.seed, interpreter), outputs, given_seeds))
     interpreter.traits.takes_gradients = True
     interpreter.needs_ranks("backward")
-    with DisableTorchFunction():
-        before = [leaf.grad for leaf in leaves]
+    before = _fields(leaves)
     with interpreter.differentiating(seeds):
         func(outputs, seeds, *rest, **given)
-    for leaf in leaves:
-        gradients.check_gradient(interpreter, leaf, leaf.grad)
-    gradients.hand_over_fields(interpreter, leaves, set(map(id, before)))
-    grads = [leaf.grad for leaf in leaves]
+    grads = _fields(leaves)
+    for leaf, gradient in zip(leaves, grads, strict=True):
+        gradients.check_gradient(interpreter, leaf, gradient)
+    grads = gradients.hand_over(interpreter, leaves, grads, before)
+    _set_fields(interpreter, leaves, grads)
     interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)
-    gradients.sum_fields_by_repair(interpreter, leaves)
+    with torch.no_grad():
+        _set_fields(interpreter, leaves, gradients.sum_by_repair(interpreter, grads))
     return None
+
+
+def _fields(leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    with DisableTorchFunction():  # the body does not ask
+        return [leaf.grad for leaf in leaves]
+
+
+def _set_fields(
+    interpreter: Interpreter, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> None:
+    with interpreter.paused(), DisableTorchFunction():
+        for leaf, gradient in zip(leaves, grads, strict=True):
+            leaf.grad = gradient
 
 
 def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.errors import ShardTypeError
 
@@ -31,16 +31,6 @@ _MODULE: Final[Any] = torch.random
 _LOCK: Final = threading.Lock()
 
 
-class _Names(threading.local):
-    """The names of the bodies that this thread interprets."""
-
-    def __init__(self) -> None:
-        self.stack: list[str] = []
-
-
-_NAMES: Final = _Names()
-
-
 class _Guarded:
     """Replaces the generator in the module `torch.random` while bodies are interpreted."""
 
@@ -48,9 +38,10 @@ class _Guarded:
         self.generator, self.users = generator, 0
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ASKS and _NAMES.stack and is_user(sys._getframe(1).f_back):
+        interpreter = current_interpreter()
+        if name in _ASKS and interpreter and is_user(sys._getframe(1).f_back):
             raise ShardTypeError(
-                f"{_NAMES.stack[-1]}: torch.{_ASKS[name]}() at {call_site()} gives what each "
+                f"{interpreter.name}: torch.{_ASKS[name]}() at {call_site()} gives what each "
                 "process has of its own, and it would count as equal on all ranks.\n"
                 "Fix: pass it as an argument, or draw from a key of shardmap_torch.random."
             )
@@ -63,22 +54,20 @@ def is_user(frame: FrameType | None) -> bool:
 
 
 @contextmanager
-def guarding_generator_state(name: str) -> Iterator[None]:
-    """Refuses reads of the default generator's state by this thread's code in this context.
+def guarding_generator_state() -> Iterator[None]:
+    """Refuses reads of the default generator's state by interpreted code in this context.
 
     Raises:
-        ShardTypeError: it reads it; `name` is that of the body in errors.
+        ShardTypeError: it reads it.
     """
     with _LOCK:
         guard = _MODULE.default_generator
         if not isinstance(guard, _Guarded):
             guard = _MODULE.default_generator = _Guarded(guard)
         guard.users += 1
-    _NAMES.stack.append(name)
     try:
         yield
     finally:
-        _NAMES.stack.pop()
         with _LOCK:
             guard.users -= 1
             if guard.users == 0:

@@ -26,9 +26,7 @@ from shardmap_torch.checker.rules.infer import (
 )
 from shardmap_torch.checker.rules.lattice import Outcome, plain
 from shardmap_torch.collectives.scope import Scope, current_scope
-from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
-from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType, I, K, R, V
 
 DRAW = "draw"
@@ -55,15 +53,8 @@ def drawn_types(
     interpreter.traits.draws = True
     own = _own_axes(interpreter, scope, op, arguments)
     types = tuple(V if at in own else K for at in range(len(interpreter.axes)))
-    note = scope.monitor.note((DRAW, str(op)))
-    if note.types not in ((), types):
-        unlike = ShardTypeError(
-            f"{interpreter.name}: a draw at {call_site()} is {list(note.types)} over "
-            f"{list(interpreter.axes)} on one path through the body and {list(types)} on another, "
-            "and a run cannot tell which it takes. Draw before the branch, or from a random key."
-        )
-        interpreter.numbers.branches.fail(unlike)
-    note.types = types
+    note, advice = scope.monitor.note((DRAW, str(op))), "draw before it, or from a random key."
+    interpreter.note_types(note, types, "a draw is", advice)
     return types
 
 

@@ -321,9 +321,9 @@ def _stand_in(value: Any, types: set[type]) -> Any:
 _ARITHMETIC: Final = frozenset(
     "add addcdiv addcmul as_tensor clamp clamp_max clamp_min clip div divide eq fill float_power"
     " floor_divide floordiv fmod full full_like ge greater greater_equal gt le lerp less less_equal"
-    " lt masked_fill maximum minimum mod mul multiply ne new_full new_tensor not_equal pow rdiv"
-    " remainder rfloordiv rmod rpow rsub rtruediv scalar_tensor setitem sub subtract tensor"
-    " true_divide truediv where".split()
+    " lt masked_fill maximum minimum mod mul multiply ne new_full new_tensor not_equal pow radd"
+    " rdiv remainder rfloordiv rmod rmul rpow rsub rtruediv scalar_tensor setitem sub subtract"
+    " tensor true_divide truediv where".split()
 )
 """Functions of values; also with `_`, `__` or `_foreach_` around the name."""
 
@@ -334,8 +334,13 @@ _SHAPING: Final = frozenset({"arange", "range"})
 """Functions whose results have a shape that depends on a float."""
 
 
+def is_arithmetic(name: str) -> bool:
+    """Returns whether a function of torch does the same whatever numbers it gets."""
+    return name.strip("_").removeprefix("foreach_") in _ARITHMETIC
+
+
 def _takes(func: Any, name: str, types: set[type]) -> bool:
-    if name.strip("_").removeprefix("foreach_") in _ARITHMETIC:
+    if is_arithmetic(name):
         return True
     if isinstance(func, FunctionType):
         return name in _MORE
@@ -343,59 +348,46 @@ def _takes(func: Any, name: str, types: set[type]) -> bool:
 
 
 def _binary(symbol: str, operation: Callable[[Any, Any], Any]) -> Any:
-    def forward(self: "SymbolicNumber", other: Any) -> Any:
-        return self._combine(symbol, operation, self, other)
+    def forward(self: "UnknownNumber", other: Any) -> Any:
+        return self.combine(symbol, operation, self, other)
 
-    def reflected(self: "SymbolicNumber", other: Any) -> Any:
-        return self._combine(symbol, operation, other, self)
+    def reflected(self: "UnknownNumber", other: Any) -> Any:
+        return self.combine(symbol, operation, other, self)
 
     return forward, reflected
 
 
 def _unary(name: str, operation: Callable[..., Any]) -> Any:
-    def method(self: "SymbolicNumber", *args: Any) -> Any:
-        inner = ", ".join([self.text, *map(str, args)])
-        number_type = type(operation(self.stand_in, *args))
-        return self.owner.make(f"{name}({inner})", number_type)
+    def method(self: "UnknownNumber", *args: Any) -> Any:
+        return self.apply(name, operation, *args)
 
     return method
 
 
 def _comparison(symbol: str) -> Any:
-    def method(self: "SymbolicNumber", other: Any) -> Any:
-        if type(other) is SymbolicNumber:
-            return self.owner.branches.decide(_order(self, symbol, other))
-        if isinstance(other, _KNOWN):
-            return self.owner.branches.decide(Condition(self.text, self.number_type, symbol, other))
-        return NotImplemented
+    def method(self: "UnknownNumber", other: Any) -> Any:
+        return self.compare(symbol, other)
 
     return method
 
 
 def _escaping(what: str) -> Any:
-    def method(self: "SymbolicNumber", *others: Any) -> NoReturn:
-        self._escape(what)
+    def method(self: "UnknownNumber", *others: Any) -> Any:
+        return self.plain(what)
 
     return method
 
 
-_MIRRORED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+class UnknownNumber:
+    """A Python number that a check does not know, and that passes for a float, an int or a bool.
 
+    The operators of Python stand here once; what a number is unknown by says what they give.
 
-def _order(a: "SymbolicNumber", symbol: str, b: "SymbolicNumber") -> Condition:
-    """Returns the condition on the order of two numbers: -1, 0 or 1, or none if unordered."""
-    if b.text < a.text:
-        a, symbol, b = b, _MIRRORED.get(symbol, symbol), a
-    number_type = float if float in (a.number_type, b.number_type) else int
-    return Condition(f"order of {a.text} and {b.text}", number_type, symbol, 0)
+    Attributes:
+        number_type: its Python type.
+    """
 
-
-class SymbolicNumber:
-    """A number taken from a tensor; it passes for a float, an int or a bool."""
-
-    def __init__(self, owner: Numbers, text: str, number_type: type, stand_in: float) -> None:
-        """Keeps the text, the Python type and the number that stands in for this one."""
-        self.owner, self.text, self.number_type, self.stand_in = owner, text, number_type, stand_in
+    number_type: type
 
     @property  # type: ignore[misc]  # as in unittest.mock: what isinstance asks
     def __class__(self) -> type:
@@ -407,13 +399,21 @@ class SymbolicNumber:
         """Makes torch's functions accept it; the mode that interprets the body comes first."""
         raise ShardTypeError("A number of an interpreted body is used after its check has ended.")
 
-    def _combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        sides = (a, b)
-        if not all(type(x) is SymbolicNumber or isinstance(x, _KNOWN) for x in sides):
-            return NotImplemented  # a tensor, which takes it with a stand-in
-        texts = [x.text if type(x) is SymbolicNumber else repr(x) for x in sides]
-        values = [x.stand_in if type(x) is SymbolicNumber else x for x in sides]
-        return self.owner.make(f"({texts[0]} {symbol} {texts[1]})", _kind(operation, values))
+    def combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        """Computes with two numbers, one of which is this one; NotImplemented for tensors."""
+        raise NotImplementedError
+
+    def apply(self, name: str, operation: Callable[..., Any], *args: Any) -> Any:
+        """Computes a function of this number."""
+        raise NotImplementedError
+
+    def compare(self, symbol: str, other: Any) -> Any:
+        """Compares it, by one of `COMPARISONS`."""
+        raise NotImplementedError
+
+    def plain(self, what: str, advice: str = "") -> Any:
+        """Returns the plain number that `what` needs, or refuses where there is none."""
+        raise NotImplementedError
 
     __add__, __radd__ = _binary("+", operator.add)
     __sub__, __rsub__ = _binary("-", operator.sub)
@@ -432,27 +432,88 @@ class SymbolicNumber:
     __lt__, __le__ = _comparison("<"), _comparison("<=")
     __gt__, __ge__ = _comparison(">"), _comparison(">=")
     __eq__, __ne__ = _comparison("=="), _comparison("!=")
-    __divmod__ = __rdivmod__ = _escaping("divmod()")
     __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __invert__ = _escaping("its bits")
     __rand__ = __ror__ = __rxor__ = __rlshift__ = __rrshift__ = __and__
-    # Equal numbers must have the same hash, and it is not known which are equal.
-    __hash__ = _escaping("a set or the key of a dict")
+    __divmod__ = __rdivmod__ = _escaping("divmod()")
 
-    def __getattr__(self, name: str) -> Any:
-        """Rejects attributes that a Python number has and a symbolic one has not."""
-        if hasattr(self.number_type, name):
-            self._escape(f".{name}")
-        raise AttributeError(name)
-
-    def __bool__(self) -> bool:
-        return self.owner.branches.decide(Condition(self.text, self.number_type, "!=", 0))
+    def __hash__(self) -> int:
+        # Equal numbers must have the same hash, and it is not known which are equal.
+        return hash(self.plain("a set or the key of a dict"))
 
     def __float__(self) -> float:
         """Refuses: a plain number could not be tracked."""
-        self._escape("float() or math", "write n * 1.0 in place of float(n)")
+        return float(self.plain("float() or math", "write n * 1.0 in place of float(n)"))
 
     def __int__(self) -> int:
-        self._escape("int()", "write math.trunc(n) in place of int(n)")
+        return int(self.plain("int()", "write math.trunc(n) in place of int(n)"))
+
+    def __complex__(self) -> complex:
+        return complex(self.plain("complex()"))
+
+    def __getattr__(self, name: str) -> Any:
+        """Rejects attributes that a Python number has and an unknown one has not."""
+        if name != "number_type" and hasattr(self.number_type, name):
+            return getattr(self.plain(f".{name}"), name)
+        raise AttributeError(name)
+
+    def __format__(self, spec: str) -> str:
+        """Returns its name, in any format."""
+        return str(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_MIRRORED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def _order(a: "SymbolicNumber", symbol: str, b: "SymbolicNumber") -> Condition:
+    """Returns the condition on the order of two numbers: -1, 0 or 1, or none if unordered."""
+    if b.text < a.text:
+        a, symbol, b = b, _MIRRORED.get(symbol, symbol), a
+    number_type = float if float in (a.number_type, b.number_type) else int
+    return Condition(f"order of {a.text} and {b.text}", number_type, symbol, 0)
+
+
+class SymbolicNumber(UnknownNumber):
+    """A number taken from a tensor, known by how it is computed."""
+
+    def __init__(self, owner: Numbers, text: str, number_type: type, stand_in: float) -> None:
+        """Keeps the text, the Python type and the number that stands in for this one."""
+        self.owner, self.text, self.number_type, self.stand_in = owner, text, number_type, stand_in
+
+    def combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        """Returns the number of a longer text."""
+        sides = (a, b)
+        if not all(type(x) is SymbolicNumber or isinstance(x, _KNOWN) for x in sides):
+            return NotImplemented  # a tensor, which takes it with a stand-in
+        texts = [x.text if type(x) is SymbolicNumber else repr(x) for x in sides]
+        values = [x.stand_in if type(x) is SymbolicNumber else x for x in sides]
+        return self.owner.make(f"({texts[0]} {symbol} {texts[1]})", _kind(operation, values))
+
+    def apply(self, name: str, operation: Callable[..., Any], *args: Any) -> Any:
+        """Returns the number of a longer text."""
+        inner = ", ".join([self.text, *map(str, args)])
+        return self.owner.make(f"{name}({inner})", type(operation(self.stand_in, *args)))
+
+    def compare(self, symbol: str, other: Any) -> Any:
+        """Decides a branch."""
+        if type(other) is SymbolicNumber:
+            return self.owner.branches.decide(_order(self, symbol, other))
+        if isinstance(other, _KNOWN):
+            return self.owner.branches.decide(Condition(self.text, self.number_type, symbol, other))
+        return NotImplemented
+
+    def plain(self, what: str, advice: str = "") -> NoReturn:
+        """Refuses."""
+        self.owner.branches.refuse(
+            f"{what} makes a plain Python number of one that is taken from a tensor.",
+            f"{advice}{', or ' * bool(advice)}compute on the tensor before .item(), whose value "
+            "is tracked through arithmetic, comparisons and branches.",
+        )
+
+    def __bool__(self) -> bool:
+        return self.owner.branches.decide(Condition(self.text, self.number_type, "!=", 0))
 
     def __index__(self) -> int:
         """Refuses: a size, a position or a number of steps must not depend on data."""
@@ -462,25 +523,9 @@ class SymbolicNumber:
             _KEEP,
         )
 
-    def __complex__(self) -> complex:
-        self._escape("complex()")
-
-    def _escape(self, what: str, advice: str = "") -> NoReturn:
-        self.owner.branches.refuse(
-            f"{what} makes a plain Python number of one that is taken from a tensor.",
-            f"{advice}{', or ' * bool(advice)}compute on the tensor before .item(), whose value "
-            "is tracked through arithmetic, comparisons and branches.",
-        )
-
-    def __format__(self, spec: str) -> str:
-        """Returns its name, in any format."""
-        return str(self)
-
     def __str__(self) -> str:
         """Formats it as `<#1>`."""
         return f"<{self.text}>"
-
-    __repr__ = __str__
 
 
 def _kind(operation: Callable[[Any, Any], Any], values: Sequence[Any]) -> type:

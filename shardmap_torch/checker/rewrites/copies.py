@@ -19,13 +19,15 @@ from torch import Tensor
 
 from shardmap_torch.checker.ir.paths import Numbers
 from shardmap_torch.checker.ir.program import StorageType
-from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.types import AxisType
 
 _BY_STRIDES: Final = (
     "at {} a tensor is read after a write into one that may share its memory: whether reshape, "
@@ -60,6 +62,7 @@ class Host(Protocol):
     """An interpreter, as the functions of this package see it."""
 
     name: str
+    mesh: Mesh
     numbers: Numbers
     copies: "Copies"
 
@@ -68,6 +71,9 @@ class Host(Protocol):
 
     def storage_type(self, tensor: Tensor) -> StorageType:
         """Returns the type of a tensor's storage."""
+
+    def by_axis(self, types: Types) -> Mapping[str, AxisType]:
+        """Returns types by the names of their axes."""
 
     def base(self, tensor: Tensor) -> Tensor:
         """Returns the fake of a tensor, without transforms."""

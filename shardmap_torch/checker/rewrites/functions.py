@@ -28,7 +28,7 @@ _MASKS: Final = (torch.bool, torch.uint8)
 
 def read(host: Host, x: Tensor, index: Any) -> Any:
     """Computes `x[index]`, or NotImplemented where torch needs no number to do so."""
-    parts = _parts_of(index)
+    parts = parts_of(index)
     if any(map(_has_tensor_bounds, parts)):
         host.numbers.branches.refuse(
             "the size of a slice whose bounds are tensors depends on data.",
@@ -41,7 +41,7 @@ def read(host: Host, x: Tensor, index: Any) -> Any:
     selected, rest = x, list(parts)
     for position, part in enumerate(rest):
         if _is_number(part):
-            dim = _dim(x, rest, position)
+            dim = dim_of_part(x, rest, position)
             selected = host.copies.pick(host, selected, dim, part.reshape(1))
             rest[position] = 0
     return host.copies.remember_pick(selected[tuple(rest)], x, index)
@@ -76,7 +76,7 @@ def narrow(host: Host, x: Tensor, dim: int, start: Any, length: int) -> Any:
 
 def write(host: Host, x: Tensor, index: Any, value: Any) -> Any:
     """Does `x[index] = value`, or returns NotImplemented where torch does it."""
-    parts = _parts_of(index)
+    parts = parts_of(index)
     if any(map(_has_tensor_bounds, parts)):
         return _write_range(host, x, parts, value)
     if not all(map(_is_known, parts)):
@@ -187,7 +187,7 @@ def _is_known(part: Any) -> bool:
     return part is None or part is Ellipsis or type(part) is int
 
 
-def _dim(x: Tensor, parts: Sequence[Any], position: int) -> int:
+def dim_of_part(x: Tensor, parts: Sequence[Any], position: int) -> int:
     """The dim that a part of an index is about."""
     if any(part is Ellipsis for part in parts[:position]):
         return x.ndim - sum(map(_consumed, parts[position:]))
@@ -202,7 +202,7 @@ def _consumed(part: Any) -> int:
     return 1
 
 
-def _parts_of(index: Any) -> Sequence[Any]:
+def parts_of(index: Any) -> Sequence[Any]:
     """The parts of an index, one for each dim or dims that it is about."""
     return index if isinstance(index, tuple) else (index,)
 

@@ -17,10 +17,15 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.ir.paths import AgainError
+from shardmap_torch.checker.ir.paths import (
+    COMPARISONS,
+    AgainError,
+    UnknownNumber,
+    is_arithmetic,
+)
 from shardmap_torch.checker.rewrites import functions
 from shardmap_torch.checker.rewrites.copies import Host
-from shardmap_torch.checker.rewrites.functions import read, write
+from shardmap_torch.checker.rewrites.functions import dim_of_part, parts_of, read, write
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.cast import convert
@@ -86,40 +91,8 @@ class Asking:
         return found
 
 
-def _binary(operation: Callable[[Any, Any], Any]) -> Any:
-    def forward(self: "RankNumber", other: Any) -> Any:
-        return self.combine(operation, self, other)
-
-    def reflected(self: "RankNumber", other: Any) -> Any:
-        return self.combine(operation, other, self)
-
-    return forward, reflected
-
-
-def _unary(operation: Callable[..., Any]) -> Any:
-    def method(self: "RankNumber", *args: Any) -> Any:
-        values = tuple([operation(value, *args) for value in self.values])
-        return RankNumber(self.asking, self.axes, values, lambda: operation(self.tensor(), *args))
-
-    return method
-
-
-def _same(what: str, of: Callable[[Any], Any]) -> Any:
-    def method(self: "RankNumber") -> Any:
-        first, *others = self.values
-        if any(other != first for other in others):
-            self.refuse(f"{what} makes a plain Python number of one that differs by rank.", "")
-        return of(first)
-
-    return method
-
-
-def _compared(operation: Callable[[Any, Any], Any]) -> Any:
-    return _binary(operation)[0]
-
-
-class RankNumber:
-    """A number that differs by rank; it passes for an int, a float or a bool.
+class RankNumber(UnknownNumber):
+    """A number that differs by rank, known on each.
 
     Attributes:
         asking: makes such numbers.
@@ -137,19 +110,10 @@ class RankNumber:
     ) -> None:
         """Keeps these."""
         self.asking, self.axes, self.values, self.tensor = asking, axes, values, tensor
+        self.number_type = type(values[0])
 
-    @property  # type: ignore[misc]  # as in unittest.mock: what isinstance asks
-    def __class__(self) -> type:
-        """The Python type, for `isinstance`."""
-        return type(self.values[0])
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Makes torch's functions accept it; the mode that interprets the body comes first."""
-        raise TypeError("A number of an interpreted body is used after its check has ended.")
-
-    def combine(self, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        """Computes with two numbers, one of which is this one."""
+    def combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+        """Computes on each rank."""
         if not all(type(x) is RankNumber or isinstance(x, _PLAIN) for x in (a, b)):
             return NotImplemented  # a tensor, which takes it as one
         met = {axis for x in (a, b) if type(x) is RankNumber for axis in x.axes}
@@ -158,6 +122,28 @@ class RankNumber:
         values = tuple([operation(x, y) for x, y in pairs])
         made = RankNumber(self.asking, axes, values, lambda: operation(as_tensor(a), as_tensor(b)))
         return self.asking.reduced(made)
+
+    def apply(self, name: str, operation: Callable[..., Any], *args: Any) -> Any:
+        """Computes on each rank what tensors have by the same name."""
+        if name not in ("neg", "pos", "abs"):
+            return operation(self.plain(f"{name}()"), *args)
+        values = tuple(map(operation, self.values))
+        return RankNumber(self.asking, self.axes, values, lambda: operation(self.tensor()))
+
+    def compare(self, symbol: str, other: Any) -> Any:
+        """Compares on each rank."""
+        return self.combine(symbol, COMPARISONS[symbol], self, other)
+
+    def plain(self, what: str, advice: str = "") -> Any:
+        """Returns the number if it is the same on all ranks."""
+        if self.differs:
+            self.refuse(f"{what} makes a plain Python number of one that differs by rank.", "")
+        return self.values[0]
+
+    @property
+    def differs(self) -> bool:
+        """Returns whether it differs by rank."""
+        return any(value != self.values[0] for value in self.values)
 
     def along(self, axes: tuple[str, ...]) -> list[Any]:
         """Returns its values for the positions along axes.
@@ -178,68 +164,37 @@ class RankNumber:
             what, (advice or f"{_AS_PART}, or {_AS_TENSOR}") + "."
         )
 
-    __add__, __radd__ = _binary(operator.add)
-    __sub__, __rsub__ = _binary(operator.sub)
-    __mul__, __rmul__ = _binary(operator.mul)
-    __truediv__, __rtruediv__ = _binary(operator.truediv)
-    __floordiv__, __rfloordiv__ = _binary(operator.floordiv)
-    __mod__, __rmod__ = _binary(operator.mod)
-    __pow__, __rpow__ = _binary(operator.pow)
-    __neg__, __abs__ = _unary(operator.neg), _unary(abs)
-    __pos__ = _unary(operator.pos)
-    __lt__, __le__ = _compared(operator.lt), _compared(operator.le)
-    __gt__, __ge__ = _compared(operator.gt), _compared(operator.ge)
-    __eq__, __ne__ = _compared(operator.eq), _compared(operator.ne)
-    __int__ = __trunc__ = _same("int()", int)
-    __float__, __complex__ = _same("float()", float), _same("complex()", complex)
-    __hash__ = _same("a set or the key of a dict", hash)
-
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
     def __bool__(self) -> bool:
-        first, *others = map(bool, self.values)
-        if any(other != first for other in others):
+        truths = {*map(bool, self.values)}
+        if len(truths) > 1:
             self.refuse(
                 "the body branches on a number that differs by rank: the ranks would run "
                 "different programs.",
                 _AS_TENSOR,
             )
-        return first
+        return truths.pop()
 
     def __index__(self) -> int:
         """Returns it as a position in a list or a number of steps, if it is the same on all."""
-        first, *others = self.values
-        branches = self.asking.host.numbers.branches
-        differs = any(other != first for other in others)
-        if (
-            differs or not others
-        ) and not branches.marks_parts:  # one rank takes parts as others do
+        # A mesh of one rank takes parts as others do.
+        is_asked = self.differs or len(self.values) == 1
+        if is_asked and not self.asking.host.numbers.branches.marks_parts:
             raise AgainError
-        if differs:
+        if self.differs:
             self.refuse(
                 "a number that differs by rank is used as a position in a list, a size or a "
                 "number of steps.",
                 _AS_PART,
             )
-        return operator.index(first)
-
-    def __getattr__(self, name: str) -> Any:
-        """Rejects attributes that a Python number has and this one has not."""
-        if hasattr(type(self.values[0]), name):
-            self.refuse(f".{name} is asked of a number that differs by rank.", "")
-        raise AttributeError(name)
-
-    def __format__(self, spec: str) -> str:
-        """Returns its name, in any format."""
-        return str(self)
+        return operator.index(self.values[0])
 
     def __str__(self) -> str:
         """Formats it as `<rank 0, 1 along tp>`."""
         shown = ", ".join(map(str, self.values[:4])) + ", …" * (len(self.values) > 4)
         return f"<{shown} along {', '.join(self.axes)}>"
-
-    __repr__ = __str__
 
 
 def as_tensor(value: Any) -> Any:
@@ -323,30 +278,16 @@ def part_of(host: Host, x: Tensor, dim: int, position: RankNumber, size: int) ->
 
 
 def _is_equal(host: Host, x: Tensor, axes: Sequence[str]) -> bool:
-    types = dict(zip(current_axes(), host.storage_type(x).types, strict=True))
+    types = host.by_axis(host.storage_type(x).types)
     return not any(types[axis].varies for axis in axes)
-
-
-def current_axes() -> tuple[str, ...]:
-    """Returns the axes of the mesh of the body."""
-    scope = current_scope()
-    assert scope is not None  # a body runs
-    return scope.backend.mesh.axis_names
-
-
-def mesh_size(axis: str) -> int:
-    """Returns the number of ranks along an axis of the mesh of the body."""
-    scope = current_scope()
-    assert scope is not None  # a body runs
-    return scope.backend.mesh.shape[axis]
 
 
 def _converted(host: Host, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
     scope = current_scope()
     assert scope is not None  # a body runs
     # Where autograd records, the gradient of a part is that of what each rank has used.
-    types = dict(zip(current_axes(), host.storage_type(x).types, strict=True))
-    several = [axis for axis in axes if mesh_size(axis) > 1]  # on one device none has
+    types = host.by_axis(host.storage_type(x).types)
+    several = [axis for axis in axes if host.mesh.shape[axis] > 1]  # on one device none has
     axes = tuple(several or [axis for axis in axes if types[axis] != I] or axes)
     source = I if not torch.is_grad_enabled() and any(types[axis] == I for axis in axes) else R
     with enter_scope(Scope(scope.backend, scope.axes)):  # runs make no such step
@@ -357,14 +298,6 @@ def _converted(host: Host, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor
 def entries(host: Host, x: Tensor, dim: int, start: Any, length: int) -> Tensor:
     """Returns the entries of each rank from `start` on."""
     return host.copies.pick(host, x, dim, as_tensor(start) + torch.arange(length, device=x.device))
-
-
-_ELEMENTWISE: Final = frozenset(
-    "add div divide eq floor_divide floordiv fmod ge greater greater_equal gt le less less_equal lt"
-    " masked_fill mod mul multiply ne not_equal pow radd rdiv remainder rfloordiv rmod rmul rpow"
-    " rsub rtruediv sub subtract true_divide truediv where fill".split()
-)
-"""Functions that take a tensor of one number for a number; also with `_` around the name."""
 
 
 def any_of(values: Sequence[Any]) -> bool:
@@ -391,7 +324,7 @@ def call(host: Host, func: Any, *args: Any, **kwargs: Any) -> Any:
         return taken(host, func, *args, **kwargs)
     if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
         return func(*args, **kwargs)  # which may take one for a peer
-    if name.strip("_") in _ELEMENTWISE:
+    if is_arithmetic(name):
         return func(*map(as_tensor, args), **{key: as_tensor(x) for key, x in kwargs.items()})
     next(_numbers([*args, *kwargs.values()])).refuse(
         f"{name} gets a number that differs by rank.", ""
@@ -410,10 +343,10 @@ def _numbers(values: Any) -> Iterator[RankNumber]:
 
 def _getitem(host: Host, func: Any, x: Tensor, index: Any) -> Any:
     """Takes ranges one after the other, as views do; two at once would be paired."""
-    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = list(parts_of(index))
     for at, part in enumerate(parts):
         if isinstance(part, slice) and any_of([part]):
-            dim = _dim_of(x, parts, at)
+            dim = dim_of_part(x, parts, at)
             x = _range(host, x, dim, part)
             parts[at] = slice(None)
     rest = tuple(map(as_tensor, parts))
@@ -421,24 +354,12 @@ def _getitem(host: Host, func: Any, x: Tensor, index: Any) -> Any:
     return x[rest] if found is NotImplemented else found
 
 
-def _dim_of(x: Tensor, parts: Sequence[Any], at: int) -> int:
-    """Returns the dim that a part of an index is about."""
-
-    def count(some: Sequence[Any]) -> int:
-        return sum(1 for part in some if part is not None and part is not Ellipsis)
-
-    if any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts):
-        raise IndexError("a mask beside a range that differs by rank")
-    after = any(part is Ellipsis for part in parts[:at])
-    return x.ndim - count(parts[at:]) if after else count(parts[:at])
-
-
 def _range(host: Host, x: Tensor, dim: int, part: slice) -> Tensor:
     (number, *_) = _numbers([part])
     start = 0 if part.start is None else part.start
     size = x.shape[dim]
     length = (size if part.stop is None else part.stop) - start
-    ends = number.combine(operator.add, start, length) if type(start) is RankNumber else part.stop
+    ends = start + length if type(start) is RankNumber else part.stop
     bounds = [*_values(start), *_values(ends)]
     lengths = {*_values(length)}
     is_plain = part.step in (None, 1) and all(0 <= bound <= size for bound in bounds)
@@ -466,7 +387,7 @@ def _select(host: Host, func: Any, x: Tensor, dim: int, index: RankNumber) -> Te
 
 
 def _setitem(host: Host, func: Any, x: Tensor, index: Any, value: Any) -> None:
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = parts_of(index)
     ranged = [p for p in parts if isinstance(p, slice) and any_of([p])]
     for part in ranged:
         (number, *_) = _numbers([part])

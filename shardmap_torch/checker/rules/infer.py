@@ -164,7 +164,7 @@ def type_call(
         drawn: V along the axes over which the ranks draw different numbers, if the call draws;
             None where they draw different ones over all.
     """
-    row, signature = row_of(op), signature_of(op)
+    row = row_of(op)
     if row is None:
         return [Refusal(None, None, UNKNOWN)]
     if row.refuse is not None:
@@ -172,11 +172,20 @@ def type_call(
     if is_in_linear_backward():
         operands = [read(t) for value in arguments.values() for t in tensors_of(value)]
         return [each_axis(_join_linearly, operands, num_axes)]
+    typing = _Typing(signature_of(op), read, num_axes, drawn)
     if row.zipped:
-        return _each_position(row, signature, arguments, read, num_axes, drawn)
-    if row.results:
-        return [_outcome(each, signature, arguments, read, num_axes, drawn) for each in row.results]
-    return [_outcome(row, signature, arguments, read, num_axes, drawn)]
+        return _each_position(row, typing, arguments)
+    return [_outcome(each, typing, arguments) for each in row.results or (row,)]
+
+
+@dataclass(frozen=True)
+class _Typing:
+    """What decides the types of a call beside its row and its arguments; see `type_call`."""
+
+    signature: Signature
+    read: Read
+    num_axes: int
+    drawn: Types | None
 
 
 _LINEAR_NODES: Final = frozenset({"LinalgMatrixExpBackward0", "LogcumsumexpBackward0"})
@@ -274,14 +283,7 @@ def _at(arguments: Mapping[str, Any], index: int) -> dict[str, Any]:
     }
 
 
-def _each_position(
-    row: Row,
-    signature: Signature,
-    arguments: Mapping[str, Any],
-    read: Read,
-    num_axes: int,
-    drawn: Types | None,
-) -> list[Outcomes]:
+def _each_position(row: Row, typing: _Typing, arguments: Mapping[str, Any]) -> list[Outcomes]:
     """Types lists of tensors position by position; of equal positions, as of layers, the first."""
     lists = [value for value in arguments.values() if isinstance(value, list | tuple)]
     counts = [len(value) for value in lists if any(isinstance(item, Tensor) for item in value)]
@@ -290,34 +292,28 @@ def _each_position(
     for index in range(max(counts, default=0)):
         here = _at(arguments, index)
         key = tuple(
-            [read(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in here.values()]
+            [typing.read(x) if isinstance(x, Tensor) else (type(x), repr(x)) for x in here.values()]
         )
         if key not in known:
-            known[key] = _outcome(row, signature, here, read, num_axes, drawn)
+            known[key] = _outcome(row, typing, here)
         found.append(known[key])
     return found
 
 
-def _outcome(
-    row: Row,
-    signature: Signature,
-    arguments: Mapping[str, Any],
-    read: Read,
-    num_axes: int,
-    drawn: Types | None,
-) -> Outcomes:
+def _outcome(row: Row, typing: _Typing, arguments: Mapping[str, Any]) -> Outcomes:
+    signature, drawn = typing.signature, typing.drawn
     linear = row.linear if row.linear and row.when(arguments) else ()
-    terms = [term for names in linear for term in _terms(names, arguments, read, num_axes)]
+    terms = [term for names in linear for term in _terms(names, typing, arguments)]
     used = {name for names in linear for name in names} | set(row.unread) | signature.outs
     others = [
-        read(tensor)
+        typing.read(tensor)
         for name, value in arguments.items()
         if name not in used
         for tensor in tensors_of(value)
     ]
     random = _draws(row, signature, arguments)
     types: list[AxisType] = []
-    for axis in range(num_axes):
+    for axis in range(typing.num_axes):
         rest = [each[axis] for each in others]
         products = [[each[axis] for each in term] for term in terms]
         outcome = combine(products, rest) if linear else join(rest)
@@ -344,16 +340,16 @@ def branches(signature: Signature, arguments: Mapping[str, Any]) -> bool:
 
 
 def _terms(
-    names: Sequence[str], arguments: Mapping[str, Any], read: Read, num_axes: int
+    names: Sequence[str], typing: _Typing, arguments: Mapping[str, Any]
 ) -> Iterator[list[Types]]:
     """Yields the products that one term of a row describes: a list makes one for each item."""
     values = [arguments[name] for name in names if arguments.get(name) is not None]
     if len(values) == 1 and isinstance(values[0], list | tuple):
-        yield from ([_types(item, read, num_axes)] for item in values[0] if item is not None)
+        yield from ([_types(item, typing)] for item in values[0] if item is not None)
     elif values:
         # A finite number as a factor leaves zeros what they are.
         factors = [value for value in values if not is_factor(value)] or values
-        yield [_types(value, read, num_axes) for value in factors]
+        yield [_types(value, typing) for value in factors]
 
 
 def is_factor(value: Any) -> bool:
@@ -361,8 +357,8 @@ def is_factor(value: Any) -> bool:
     return type(value) in (int, float) and value != 0 and isfinite(value)
 
 
-def _types(value: Any, read: Read, num_axes: int) -> Types:
+def _types(value: Any, typing: _Typing) -> Types:
     if isinstance(value, Tensor):
-        return read(value)
+        return typing.read(value)
     zero = isinstance(value, int | float | complex) and value == 0
-    return (Z if zero else K,) * num_axes
+    return (Z if zero else K,) * typing.num_axes

@@ -40,7 +40,6 @@ from shardmap_torch.collectives.operations import (
 from shardmap_torch.collectives.protocol import Casts, Edge
 from shardmap_torch.collectives.scope import Scope, backward_in
 from shardmap_torch.core.functorch import can_receive_gradient
-from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.ops.transfers import require_received
@@ -214,14 +213,7 @@ class CheckMonitor(StepMonitor):
         interpreter = self._interpreter
         known = interpreter.by_axis(interpreter.storage_type(x).types)
         found, note = tuple(known[axis] for axis in axes), self.note((TYPE, axes), x)
-        if note.types not in ((), found):
-            unlike = ShardTypeError(
-                f"{interpreter.name}: the value at {call_site()} is {list(note.types)} over "
-                f"{list(axes)} on one path through the body and {list(found)} on another, and "
-                "a run cannot tell which path it takes. Pass the type as src=."
-            )
-            interpreter.numbers.branches.fail(unlike)
-        note.types = found
+        interpreter.note_types(note, found, "the value is", "pass the type as src=.")
         return found
 
     def enter(self, what: object, edge: Edge) -> Casts:

@@ -136,9 +136,9 @@ def test_positions_of_lists_that_are_alike_are_typed_once() -> None:
     outcomes = []
     outcome = infer._outcome
 
-    def noting(row: Any, signature: Any, arguments: Any, *rest: Any) -> Any:
+    def noting(row: Any, typing: Any, arguments: Any) -> Any:
         outcomes.append(arguments)
-        return outcome(row, signature, arguments, *rest)
+        return outcome(row, typing, arguments)
 
     op = torch.ops.aten._foreach_add.ScalarList
     arguments = {"self": [*torch.ones(3, 2)], "scalars": [1.0, 0.0, 1.0]}

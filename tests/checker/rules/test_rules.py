@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
-from shardmap_torch.checker.rules import registry
+from shardmap_torch.checker.rules import operators, registry
 from shardmap_torch.checker.rules.infer import name_arguments, tensors_of
 from shardmap_torch.checker.rules.networks import HIDDEN_WRITES
-from shardmap_torch.checker.rules.rule import Row, each, merged
+from shardmap_torch.checker.rules.rule import Row, each, merged, overloads
 from tests.checker.support.calls import Call, calls_of, every_row, overload, recorded
 from tests.checker.support.loosened import (
     HOLDS,
@@ -68,6 +68,8 @@ def test_every_overload_named_in_the_tables_exists() -> None:
     for path in FILES:
         for name in names_in(path):
             assert each(Row(), name), f"{name} in {path.name}"
+    for name in operators._NAMES.split():
+        assert overloads(f"_foreach_{name}"), name
 
 
 def names_in(path: Path) -> list[str]:

@@ -31,8 +31,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
 from shardmap_torch.checker.spmd.equivalence import Relation
 from tests.checker.support.fuzz import Case, cases, written_in_place
 from tests.checker.support.fuzz_all import dtypes_of, name_of, runs_here

@@ -36,7 +36,7 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import current_interpreter
 from shardmap_torch.checker.spmd.equivalence import Relation
 from shardmap_torch.checker.spmd.layout import Dim, UnrelatedError
 from tests.checker.support.differentiable import differentiable

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import Mesh, axis_index, checkpoint
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import current_interpreter
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
 from tests.checker.support.communicate import Communication

@@ -23,7 +23,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from shardmap_torch.checker.interpreter.modes import current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import current_interpreter
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify import verdict
 from shardmap_torch.types import AxisType, K, Z

@@ -182,14 +182,12 @@ def _positions(counts: Counter[str]) -> Iterator[None]:
     """Types at equal positions of lists."""
     each_position = infer._each_position
 
-    def each_anew(
-        row: Any, signature: Any, arguments: Mapping[str, Any], read: Any, *rest: Any
-    ) -> Any:
-        found = each_position(row, signature, arguments, read, *rest)
+    def each_anew(row: Any, typing: Any, arguments: Mapping[str, Any]) -> Any:
+        found = each_position(row, typing, arguments)
         for index, types in enumerate(found):
             here = infer._at(arguments, index)
             counts["positions"] += 1
-            require("a position", types, infer._outcome(row, signature, here, read, *rest))
+            require("a position", types, infer._outcome(row, typing, here))
         return found
 
     with patch.object(infer, "_each_position", each_anew):
