@@ -180,7 +180,7 @@ def type_call(
 
 @dataclass(frozen=True)
 class _Typing:
-    """What decides the types of a call beside its row and its arguments; see `type_call`."""
+    """Facts that decide the types of a call beside its row and arguments; see `type_call`."""
 
     signature: Signature
     read: Read
