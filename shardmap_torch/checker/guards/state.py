@@ -13,8 +13,8 @@ torch; a walk is made again only where one of them differs.
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import _lru_cache_wrapper, cached_property, partial
-from itertools import chain, repeat
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, call, is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeVar
 
@@ -103,20 +103,6 @@ _OF_SAVING: Final = frozenset(
 _METADATA: Final = attrgetter("requires_grad", "dtype", "shape")
 
 
-class _Column:
-    """Values that are compared by identity, and where they were read."""
-
-    def __init__(self) -> None:
-        self.owners: list[Any] = []
-        self.names: list[str] = []
-        self.values: list[Any] = []
-
-    def add(self, owner: Any, name: str, value: Any) -> None:
-        self.owners.append(owner)
-        self.names.append(name)
-        self.values.append(value)
-
-
 class State:
     """The plain data that a function, and objects, refer to at the time of a walk.
 
@@ -141,12 +127,12 @@ class State:
         self.opaque: list[Any] = []
         self.number = 0
         self._origins = Origins(function)
-        self._globals, self._attributes = _Column(), _Column()
+        self._readers: list[Callable[[], Any]] = []
+        self._values: list[Any] = []
         self._tables: list[dict[Any, Any]] = []
         self._rows: list[Any] = []
         self._items: list[Any] = []
         self._empty: list[Any] = []
-        self._others: list[tuple[Holder, Any]] = []
         self._watched: list[Tensor] = []
         self._modules: dict[int, dict[str, Any]] = {}
         self._named: dict[str, None] = {}
@@ -162,18 +148,12 @@ class State:
 
     def holds(self) -> bool:
         """Returns whether nothing has changed since the walk."""
-        now = map(dict.get, self._globals.owners, self._globals.names, repeat(ABSENT))
-        attributes = self._attributes
         try:
             return (
-                all(map(is_, now, self._globals.values))
-                and all(
-                    map(is_, map(getattr, attributes.owners, attributes.names), attributes.values)
-                )
+                all(map(is_, map(call, self._readers), self._values))
                 and not any(self._empty)
                 and [*map(dict_version, self._tables)] == self._versions
                 and (not self._rows or self._rows_hold())
-                and (not self._others or all([is_same(held(*h), x) for h, x in self._others]))
                 and (not self._watched or self._tensors_hold())
             )
         except (AttributeError, ValueError, RuntimeError):  # gone, or changed by another thread
@@ -231,6 +211,11 @@ class State:
             enter = self._entries[kind] = _entry_of(kind)
         return enter(self, value)
 
+    def _watch(self, value: Any, read: Callable[..., Any], *place: Any) -> None:
+        """Has `holds` read a place again; the same object has to be there."""
+        self._readers.append(partial(read, *place))
+        self._values.append(value)
+
     def _keep(self, value: Any) -> int:
         self.opaque.append(value)
         return id(value)
@@ -246,7 +231,7 @@ class State:
         if self._origins.is_library(code.co_filename):
             return self._keep(code)  # its cells were entered: a decorator has the user's function
         for name in _CODE:
-            self._attributes.add(function, name, getattr(function, name))
+            self._watch(getattr(function, name), getattr, function, name)
         self._meet("defaults", function.__defaults__)
         self._meet("defaults", function.__kwdefaults__)
         names = names_in(code)
@@ -262,14 +247,14 @@ class State:
         self._meet(name, value)
         if value is not ABSENT:
             self.holders.append((cell, None))
-            self._attributes.add(cell, "cell_contents", value)
+            self._watch(value, getattr, cell, "cell_contents")
 
     def _enter_name(self, space: dict[str, Any], name: str) -> None:
         """Enters a global; one that is missing may come later, and hide a builtin."""
         if (id(space), name) not in self._entered:
             self._entered.add((id(space), name))
             value = space.get(name, ABSENT)
-            self._globals.add(space, name, value)
+            self._watch(value, dict.get, space, name, ABSENT)
             self.holders.append((space, name))
             self._meet(name, value)
 
@@ -348,7 +333,7 @@ class State:
     def _compare(self, value: Any, items: list[Any]) -> None:
         self.holders.append((value, None))
         if type(value) not in _ROWS:
-            self._others.append(((value, None), held(value, None)))
+            self._watch(True, _has_still, value, held(value, None))
         elif items:
             self._rows.append(value)
             self._items += items
@@ -364,7 +349,7 @@ class State:
         for slot in slots:
             item = held(value, slot)
             self.holders.append((value, slot))
-            self._others.append(((value, slot), item))
+            self._watch(item, held, value, slot)
             self._meet(slot.__name__, item)
         if table is None and not slots:
             return None
@@ -392,6 +377,10 @@ class State:
             known = value.shape, value.stride(), value.dtype, value.device, value.requires_grad
             bits = value.is_conj(), value.is_neg()
         return known, bits, attributes if is_plain else self._enter_attributes(value)
+
+
+def _has_still(value: Any, items: Any) -> bool:
+    return is_same(held(value, None), items)
 
 
 def _entry_of(kind: type) -> Callable[[State, Any], Hashable]:

@@ -1,4 +1,4 @@
-"""Switches of torch that decide what its functions do, or that code may ask for."""
+"""Switches of torch that decide what its functions do."""
 
 import sys
 from typing import Any, Final
@@ -8,18 +8,6 @@ import torch
 from shardmap_torch.core.torch_private.engine import function_mode_stack
 
 _DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
-
-
-NAMES: Final = frozenset(
-    {
-        *("get_default_device", "is_anomaly_enabled", "get_float32_matmul_precision"),
-        *("are_deterministic_algorithms_enabled", "is_inference_mode_enabled", "benchmark"),
-        *("is_deterministic_algorithms_warn_only_enabled", "is_autocast_cache_enabled"),
-        *("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "enabled"),
-        *("cudnn_sdp_enabled", "deterministic", "get_fastpath_enabled", "fp32_precision"),
-    }
-)
-"""Names by which code asks for them."""
 
 
 def switches() -> tuple[Any, ...]:

@@ -167,7 +167,7 @@ class AbstractBackend(WithoutAutomaticAxes):
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Checks the operand's type, and types the result."""
         # The function mode would see each question for a shape.
-        with self._interpreter.failing, DisableTorchFunction():
+        with self._interpreter.numbers.branches, DisableTorchFunction():
             try:
                 return self._run(move, collective, x)
             except ShardTypeError as error:

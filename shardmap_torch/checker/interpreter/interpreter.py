@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.ir.fake_results import address_of, fake_mode, metadata_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
-from shardmap_torch.checker.ir.paths import Branches, Failing, Numbers
+from shardmap_torch.checker.ir.paths import Branches, Numbers
 from shardmap_torch.checker.ir.program import (
     CLOSED_OVER,
     Asserted,
@@ -462,7 +462,6 @@ class Interpreter(TypeStore):
         super().__init__(name, mesh.axis_names, env)
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches)
-        self.failing = Failing(branches)
         self.equations: list[Equation] = []
         self.asserted: list[Asserted] = []
         self.is_decomposing = False

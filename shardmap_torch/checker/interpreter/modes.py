@@ -126,7 +126,7 @@ class _Functions(TorchFunctionMode):
         except (ShardTypeError, TransformError) as error:
             if isinstance(error, ShardTypeError):
                 proposals.at_call(interpreter, error, func, args, kwargs)
-            interpreter.failing.record(error)
+            interpreter.numbers.branches.refusal = error
             raise
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -101,7 +101,7 @@ class Operations(UncompiledMode):
             if func not in MEANINGS:
                 return self._call(func, args, kwargs or {}, found)
         except (ShardTypeError, TransformError) as error:
-            interpreter.failing.record(error)
+            interpreter.numbers.branches.refusal = error
             raise
         # Not under `try`: its operations come back to this mode, which records their errors.
         with Setting(interpreter, is_decomposing=True):

@@ -84,39 +84,25 @@ class AgainError(BaseException):
     """
 
 
-class Failing:
-    """Context that records an error of the checker even if the body catches it.
-
-    A run, which has no types, would not raise it, and would run unchecked code. What is entered at
-    every operation calls `record` in place of the context, which would cost each a microsecond.
-    """
-
-    __slots__ = ("_branches",)
-
-    def __init__(self, branches: "Branches") -> None:
-        """Keeps the branches, where the error is recorded."""
-        self._branches = branches
-
-    def __enter__(self) -> None:
-        """Does nothing."""
-
-    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ShardTypeError | TransformError):
-            self.record(error)
-
-    def record(self, error: ShardTypeError | TransformError) -> None:
-        """Records an error."""
-        self._branches.refusal = error
-
-
 class Branches:
-    """The branches of one interpretation, decided by a list of answers."""
+    """The branches of one interpretation, decided by a list of answers.
+
+    As a context it records an error of the checker even if the body catches it: a run, which has no
+    types, would not raise it, and would run unchecked code.
+    """
 
     def __init__(self, name: str, given: Sequence[bool] = (), others: int = 0) -> None:
         """Keeps the answers; `others` is the number of other known paths."""
         self.name, self._answers, self._others = name, given, others
         self.marks_parts = False  # kept by `start`
         self.start()
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ShardTypeError | TransformError):
+            self.refusal = error
 
     def end(self) -> None:
         """Ends the interpretation: later conditions are errors."""
@@ -135,8 +121,8 @@ class Branches:
 
     def fail(self, error: ShardTypeError) -> NoReturn:
         """Records and raises an error: the body may catch it."""
-        with Failing(self):
-            raise error
+        self.refusal = error
+        raise error
 
     def require(self) -> None:
         """Raises the recorded error, if there is one."""

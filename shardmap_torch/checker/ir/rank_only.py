@@ -151,11 +151,6 @@ def keep_scope(function: type[Function]) -> bool:
         return True
 
 
-def is_keeping() -> bool:
-    """Returns whether bodies apply some plain Function as a `shardmap_torch.Function`."""
-    return bool(_COMMUNICATING)
-
-
 def _keeping(cls: Any) -> type[KeepingFunction] | None:
     if issubclass(cls, KeepingFunction) or current_scope() is None:
         return None
