@@ -1,4 +1,7 @@
-"""A fixed twentieth of op_db, and that the fuzzing sees wrong rows. `make fuzz` takes all of it."""
+"""A fixed twentieth of op_db, what has changed since `make fuzz`, and that fuzzing sees wrong rows.
+
+`make fuzz` takes all of it, and records the rows that it has seen in `rows.json`.
+"""
 
 import random
 import re
@@ -15,7 +18,7 @@ from shardmap_torch.checker.rules.infer import Refusal, name_arguments, type_cal
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.rules.rule import Row, never, product, sums
 from shardmap_torch.types import AxisType, Partial
-from tests.checker.support.calls import calls_of, recorded
+from tests.checker.support.calls import calls_of, every_row, recorded
 from tests.checker.support.calls import overload as overload_called
 from tests.checker.support.fuzz import Typings, cases, floors, try_types
 from tests.checker.support.fuzz_all import (
@@ -27,12 +30,21 @@ from tests.checker.support.fuzz_all import (
     runs_here,
 )
 from tests.checker.support.page import DOCUMENT
+from tests.checker.support.recorded_rows import (
+    changed_operators,
+    changed_rows,
+    digest,
+    recorded_rows,
+)
 from tests.support.fuzzing import sized
 from tests.support.release import IS_PINNED
 
 pytestmark = pytest.mark.usefixtures("quiet")
 RUNNABLE: Final = [info for info in op_db if runs_here(info)]
-SAMPLE: Final = random.Random(1).sample(RUNNABLE, len(RUNNABLE) // 20)
+CHANGED: Final = changed_operators()
+# By identity: `==` of two of these compares some sixty fields.
+DRAWN: Final = {id(info) for info in random.Random(1).sample(RUNNABLE, len(RUNNABLE) // 20)}
+SAMPLE: Final = [info for info in RUNNABLE if id(info) in DRAWN or name_of(info) in CHANGED]
 BY_NAME: Final = {name_of(info): info for info in RUNNABLE}
 
 # Floors that are missed for a reason; anything else is a gap in the tables.
@@ -48,6 +60,16 @@ def test_what_the_tables_accept_is_what_the_ranks_compute(info: Any) -> None:
     missed = {kind: text for kind, text in summary.refused.items() if kind in FLOORS}
     unexcused = {k: text for k, text in missed.items() if reason_of(text) not in EXCUSED}
     assert unexcused == {}
+
+
+def test_a_row_that_changes_has_its_operators_tried_again() -> None:
+    relu = "aten.threshold_backward.default"
+    assert relu in recorded_rows()["rows"]
+    assert digest(Row(zero=True)) != digest(Row(linear=(("self",),)))
+    assert "relu" not in {name.removeprefix("nn.functional.") for name in changed_operators()}
+    rows = {str(op): digest(row) for op, row in every_row().items()}
+    assert changed_rows({**rows, relu: "another"}) - changed_rows(rows) == {relu}
+    assert "nn.functional.relu" in changed_operators({**rows, relu: "another"})
 
 
 @pytest.mark.parametrize("name", ["gcd", "bitwise_xor", "unravel_index", "nn.functional.one_hot"])
