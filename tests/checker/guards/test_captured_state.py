@@ -1,14 +1,13 @@
 """A verdict is used again exactly as long as nothing that it depends on has changed."""
 
-import sys
 from argparse import Namespace
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,7 +35,6 @@ from tests.checker.support.states import STATES
 
 MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
 X = torch.ones(2)
-REDUCE = True
 
 
 def count_checks(body: Any, **options: Any) -> tuple[Any, list[int]]:
@@ -58,7 +56,7 @@ def count_checks(body: Any, **options: Any) -> tuple[Any, list[int]]:
 
 
 def reduced(x: Tensor) -> Tensor:
-    return all_reduce(x, "i", dst=I) if REDUCE else x
+    return all_reduce(x, "i", dst=I)
 
 
 def test_equal_calls_are_checked_once() -> None:
@@ -75,35 +73,6 @@ def test_equal_calls_are_checked_once() -> None:
     assert len(checks) == 5
 
 
-def test_a_global_flag_that_removes_a_collective_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    f, _ = count_checks(lambda x: reduced(x))
-    f(X)
-    monkeypatch.setitem(globals(), "REDUCE", False)
-    with pytest.raises(ShardTypeError, match="the result varies over it"):
-        f(X)
-
-
-@pytest.mark.parametrize("kind", ["cell", "attribute", "list", "module"])
-def test_what_a_body_closes_over_is_part_of_the_signature(kind: str) -> None:
-    flag, options, flags, module = True, SimpleNamespace(reduce=True), [True], nn.Dropout(0.0)
-
-    def body(x: Tensor) -> Tensor:
-        wanted = {
-            "cell": flag,
-            "attribute": options.reduce,
-            "list": flags[0],
-            "module": module.training,
-        }
-        return all_reduce(x, "i", dst=I) if wanted[kind] else x
-
-    f, _ = count_checks(body)
-    f(X)
-    flag, options.reduce, flags[0] = False, False, False
-    module.eval()
-    with pytest.raises(ShardTypeError, match="the result varies over it"):
-        f(X)
-
-
 def test_the_class_of_a_builtin_method_is_part_of_the_signature() -> None:
     """`Function.apply` of torch 2.14 is one, of the user's class."""
 
@@ -118,188 +87,6 @@ def test_the_class_of_a_builtin_method_is_part_of_the_signature() -> None:
     Flags.reduce = False
     f(X)
     assert len(checks) == 2
-
-
-def test_the_arguments_of_a_partial_and_the_object_of_a_method_are_part_of_the_signature() -> None:
-    class Model:
-        reduce = True
-
-        def __init__(self) -> None:
-            self.reduce = True
-
-        def __call__(self, scale: float, x: Tensor) -> Tensor:
-            return all_reduce(x * scale, "i", dst=I) if self.reduce else x
-
-    model = Model()
-    f, checks = count_checks(partial(model.__call__, 2.0))
-    f(X)
-    f(X)
-    assert len(checks) == 1
-    model.reduce = False
-    with pytest.raises(ShardTypeError, match="the result varies over it"):
-        f(X)
-
-
-class Config:
-    reduce = True
-    names: ClassVar[dict[str, bool]] = {"reduce": True, "scale": False}
-    flags: ClassVar[set[str]] = {"reduce"}
-
-    @property
-    def wanted(self) -> bool:
-        return reduces()
-
-
-def reduces(wanted: bool = True, *, also: bool = True) -> bool:
-    return wanted and also
-
-
-class Options(dict[str, bool]):
-    """A dict with an attribute, and a method that refers to more."""
-
-    reduce = True
-
-    def wanted(self) -> bool:
-        return reduces()
-
-
-class Level(int):
-    def wanted(self) -> bool:
-        return reduces()
-
-
-ARGUMENTS, SIMPLE = Namespace(reduce=True), SimpleNamespace(reduce=True)
-ROW = deque([True])
-
-
-def imports() -> bool:
-    import settings_of_a_user  # type: ignore[import-not-found]
-
-    return bool(settings_of_a_user.reduce)
-
-
-def imports_from() -> bool:
-    from settings_of_a_user import reduce
-
-    return bool(reduce)
-
-
-OPTIONS, LEVEL, WEIGHT = Options(), Level(3), nn.Parameter(torch.ones(2))
-WEIGHT.reduce = True  # type: ignore[attr-defined]
-SETTINGS = ModuleType("settings_of_a_user")
-sys.modules["settings_of_a_user"] = SETTINGS
-SETTINGS.reduce = True  # type: ignore[attr-defined]
-abs = True  # it hides a builtin, as users do
-
-
-def of_an_argument(settings: Any = SETTINGS) -> bool:
-    return bool(settings.reduce)
-
-
-def missing() -> bool:
-    try:
-        return later  # type: ignore[name-defined,no-any-return]
-    except NameError:
-        return True
-
-
-def own_attribute() -> bool:
-    return getattr(own_attribute, "reduce", True)
-
-
-WAYS: dict[str, tuple[Callable[[], bool], Callable[[pytest.MonkeyPatch], None]]] = {
-    "a dict in a class": (
-        lambda: Config.names["reduce"],
-        lambda patch: patch.setitem(Config.names, "reduce", False),
-    ),
-    "a set": (
-        lambda: "reduce" in Config.flags,
-        lambda patch: patch.setattr(Config, "flags", {"scale"}),
-    ),
-    "an attribute of a dict of a user's own kind": (
-        lambda: OPTIONS.reduce,
-        lambda patch: patch.setattr(OPTIONS, "reduce", False),
-    ),
-    "what a method of such a dict calls": (
-        lambda: OPTIONS.wanted(),
-        lambda patch: patch.setattr(reduces, "__defaults__", (False,)),
-    ),
-    "what a method of such a number calls": (
-        lambda: LEVEL.wanted(),
-        lambda patch: patch.setattr(reduces, "__defaults__", (False,)),
-    ),
-    "a namespace of argparse": (
-        lambda: bool(ARGUMENTS.reduce),
-        lambda patch: patch.setattr(ARGUMENTS, "reduce", False),
-    ),
-    "a simple namespace": (
-        lambda: bool(SIMPLE.reduce),
-        lambda patch: patch.setattr(SIMPLE, "reduce", False),
-    ),
-    "an item of a deque": (
-        lambda: ROW[0],
-        lambda patch: ROW.__setitem__(0, False),
-    ),
-    "an attribute of a module that is no global": (
-        of_an_argument,
-        lambda patch: patch.setattr(SETTINGS, "reduce", False),
-    ),
-    "an attribute of a parameter": (
-        lambda: bool(vars(WEIGHT)["reduce"]),
-        lambda patch: patch.setattr(WEIGHT, "reduce", False),
-    ),
-    "an attribute of a parameter that was missing": (
-        lambda: not hasattr(WEIGHT, "stop"),
-        lambda patch: patch.setattr(WEIGHT, "stop", True, raising=False),
-    ),
-    "a module that code imports": (
-        imports,
-        lambda patch: patch.setattr(SETTINGS, "reduce", False),
-    ),
-    "a name that code imports": (
-        imports_from,
-        lambda patch: patch.setattr(SETTINGS, "reduce", False),
-    ),
-    "an attribute of a module": (
-        lambda: bool(SETTINGS.reduce),
-        lambda patch: patch.setattr(SETTINGS, "reduce", False),
-    ),
-    "a global named like a builtin": (
-        lambda: bool(abs),
-        lambda patch: patch.setitem(globals(), "abs", False),
-    ),
-    "a global that was missing": (
-        missing,
-        lambda patch: patch.setitem(globals(), "later", False),
-    ),
-    "an attribute of a function that was missing": (
-        own_attribute,
-        lambda patch: patch.setattr(own_attribute, "reduce", False, raising=False),
-    ),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_code_refers_to_is_followed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The change is seen from outside: the body does not run once before it is checked again."""
-    wanted, change = WAYS[way]
-    runs: list[bool] = assume_constant([])  # so that the checker does not look into it
-
-    def body(x: Tensor) -> Tensor:
-        runs.append(wanted())
-        return all_reduce(x, "i", dst=I) if wanted() else x
-
-    assert wanted()  # fills caches
-    f, checks = count_checks(body)
-    f(X)
-    f(X)
-    assert len(checks) == 1
-    change(monkeypatch)
-    assert not wanted()
-    runs.clear()
-    with pytest.raises(ShardTypeError, match="the result varies over it"):
-        f(X)
-    assert {*runs} == {False}  # as it is checked, and not run by a stale verdict
 
 
 @pytest.mark.parametrize("kind", STATES)

@@ -147,6 +147,49 @@ STATES: Final[Mapping[str, State]] = {
     "conjugate bit": State(
         "w = [torch.ones(2, dtype=torch.complex64)]", "not w[0].is_conj()", "w[0] = w[0].conj()"
     ),
+    "dict in a class": State(
+        "class A: names = {'on': True}", "A.names['on']", "A.names['on'] = False"
+    ),
+    "set": State("d = {'on'}", "'on' in d", "d.discard('on')"),
+    "attribute of a dict's subclass": State(
+        "class D(dict): pass\nd = D(); d.on = True", "d.on", "d.on = False"
+    ),
+    "method of a number's subclass": State(
+        "def f(on=True): return on\nclass N(int):\n    def get(self): return f()\nn = N(3)",
+        "n.get()",
+        "f.__defaults__ = (False,)",
+    ),
+    "namespace of argparse": State(
+        "import argparse; n = argparse.Namespace(on=True)", "n.on", "n.on = False"
+    ),
+    "item of a deque": State("d = collections.deque([True])", "d[0]", "d[0] = False"),
+    "mode of a module": State("l = nn.Dropout(0.0)", "l.training", "l.eval()"),
+    "attribute of a parameter": State(
+        "w = nn.Parameter(torch.ones(2)); w.on = True", "vars(w)['on']", "w.on = False"
+    ),
+    "attribute of a parameter that was missing": State(
+        "w = nn.Parameter(torch.ones(2))", "not hasattr(w, 'stop')", "w.stop = True"
+    ),
+    "attribute of a function that was missing": State(
+        "def f(): return getattr(f, 'on', True)", "f()", "f.on = False"
+    ),
+    "module that code imports": State(
+        _SETTINGS + "\ndef f():\n    import script_settings\n    return script_settings.on",
+        "f()",
+        "s.on = False",
+    ),
+    "name that code imports": State(
+        _SETTINGS + "\ndef f():\n    from script_settings import on\n    return on",
+        "f()",
+        "s.on = False",
+    ),
+    "module in a default": State(_SETTINGS + "\ndef f(s=s): return s.on", "f()", "s.on = False"),
+    "global named like a builtin": State("abs = True", "abs", "abs = False"),
+    "global that was missing": State(
+        "def f():\n    try: return later\n    except NameError: return True",
+        "f()",
+        "later = False",
+    ),
     "one tensor or two": State("w = [torch.ones(2)] * 2", "w[0] is w[1]", "w[1] = torch.ones(2)"),
     "parameter or tensor": State(
         "w = [nn.Parameter(torch.ones(2), requires_grad=False)]",
