@@ -9,7 +9,6 @@ from typing import Any, Final
 from shardmap_torch.checker.ir.program import (
     Equation,
     ProgramPath,
-    Use,
     show_types,
 )
 from shardmap_torch.collectives.operations import Collective
@@ -32,67 +31,33 @@ class Row:
 
     Attributes:
         equation: the operation, with its literals; of several the first one.
-        axis_names: the axes of the mesh.
+        site: the user's line; in a backward that of the forward operation.
+        operation: the name of the operation, with the types that a collective changes.
+        is_backward: whether autograd derives it.
+        operands: the dtypes and local shapes of the tensors that it reads, as `float32[4, 8]`.
+        results: those of the tensors that it makes.
+        types: the types of these, by axis.
+        collective: the name of the collective or conversion; None for an operation on one rank.
+        axes: the axes over which a collective goes.
+        bytes_sent: the number of bytes that each rank sends, each time.
         backward: the collectives that autograd derives from this one.
         times: the number of equal layers, one after another, that have it.
         layer: the number of the operation with which the first of these layers begins.
     """
 
     equation: Equation
-    axis_names: tuple[str, ...]
-    backward: "tuple[Row, ...]" = ()
+    site: Site | None
+    operation: str
+    is_backward: bool
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    types: tuple[Mapping[str, AxisType], ...]
+    collective: str | None
+    axes: tuple[str, ...]
+    bytes_sent: int
+    backward: "tuple[Row, ...]"
     times: int = 1
     layer: int = 0
-
-    @property
-    def site(self) -> Site | None:
-        """The user's line; in a backward that of the forward operation."""
-        return self.equation.site
-
-    @property
-    def operation(self) -> str:
-        """The name of the operation, with the types that a collective changes."""
-        return self.equation.name
-
-    @property
-    def is_backward(self) -> bool:
-        """Returns whether autograd derives it."""
-        return self.equation.backward
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The dtypes and local shapes of the tensors that it reads, as `float32[4, 8]`."""
-        return tuple(map(str, self.equation.operands))
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The dtypes and local shapes of the tensors that it makes."""
-        return tuple(map(str, self.equation.results))
-
-    @property
-    def types(self) -> tuple[Mapping[str, AxisType], ...]:
-        """The types of the tensors that it makes, by axis."""
-        return tuple(self._types(use) for use in self.equation.results)
-
-    def _types(self, use: Use) -> Mapping[str, AxisType]:
-        return dict(zip(self.axis_names, use.types, strict=True))
-
-    @property
-    def collective(self) -> str | None:
-        """The name of the collective or conversion; None for an operation on one rank."""
-        made = self.equation.collective
-        return None if made is None else made.name
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes over which a collective goes."""
-        made = self.equation.collective
-        return () if made is None else made.axes
-
-    @property
-    def bytes_sent(self) -> int:
-        """The number of bytes that each rank sends, each time."""
-        return self.equation.sent
 
     @property
     def transpose(self) -> Collective | None:
@@ -120,20 +85,11 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the row as what JSON has."""
-        site = self.site
-        return {
-            "file": None if site is None else site.file,
-            "line": None if site is None else site.line,
-            "operation": self.operation,
-            "operands": self.operands,
-            "results": self.results,
+        file, line = (None, None) if self.site is None else (self.site.file, self.site.line)
+        return {"file": file, "line": line} | {
+            **{name: getattr(self, name) for name in _SHOWN},
             "types": [{axis: str(of) for axis, of in each.items()} for each in self.types],
-            "collective": self.collective,
-            "axes": self.axes,
-            "bytes_sent": self.bytes_sent,
-            "is_backward": self.is_backward,
             "backward": [row.to_json() for row in self.backward],
-            "times": self.times,
         }
 
     def __repr__(self) -> str:
@@ -143,13 +99,37 @@ class Row:
         return f"<{self.operation} -> {', '.join(self.results)}{sent}{times} at {self.site}>"
 
 
+_SHOWN: Final = (
+    *("operation", "operands", "results", "types", "collective", "axes", "bytes_sent"),
+    *("is_backward", "backward", "times"),
+)
+"""Attributes of a row that JSON has, in order."""
+
+
+def _row(equation: Equation, axis_names: tuple[str, ...], backward: tuple[Row, ...] = ()) -> Row:
+    made, types = equation.collective, [use.types for use in equation.results]
+    return Row(
+        equation,
+        equation.site,
+        equation.name,
+        equation.backward,
+        operands=tuple(map(str, equation.operands)),
+        results=tuple(map(str, equation.results)),
+        types=tuple(dict(zip(axis_names, each, strict=True)) for each in types),
+        collective=None if made is None else made.name,
+        axes=() if made is None else made.axes,
+        bytes_sent=equation.sent,
+        backward=backward,
+    )
+
+
 def rows_of(path: ProgramPath, axis_names: tuple[str, ...]) -> tuple[Row, ...]:
     """Returns the operations of one path; equal layers that follow one another are one."""
     derived: dict[Equation, list[Row]] = {}
     for equation in path.equations:
         if equation.backward and equation.collective is not None and equation.forward is not None:
-            derived.setdefault(equation.forward, []).append(Row(equation, axis_names))
-    made = [Row(e, axis_names, tuple(derived.get(e, ()))) for e in path.equations]
+            derived.setdefault(equation.forward, []).append(_row(equation, axis_names))
+    made = [_row(e, axis_names, tuple(derived.get(e, ()))) for e in path.equations]
     return tuple(_folded(made))
 
 

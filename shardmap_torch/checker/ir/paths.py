@@ -97,13 +97,6 @@ class Branches:
         self.marks_parts = False  # kept by `start`
         self.start()
 
-    def __enter__(self) -> None:
-        """Does nothing."""
-
-    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ShardTypeError | TransformError):
-            self.refusal = error
-
     def end(self) -> None:
         """Ends the interpretation: later conditions are errors."""
         self._ended = True
@@ -114,6 +107,13 @@ class Branches:
         self._known: list[tuple[Condition, bool]] = []
         self._ended = False
         self.refusal: ShardTypeError | TransformError | None = None
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ShardTypeError | TransformError):
+            self.refusal = error
 
     def refuse(self, what: str, advice: str) -> NoReturn:
         """Records and raises an error at the user's line."""
