@@ -175,16 +175,13 @@ def dropout_of_whole(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) ->
 
 RIGHT = [
     (mlp, P("dp")),
-    (P(("dp", "tp"))),
     (heads, P("dp")),
-    (P("dp")),
     (batched_heads, P("dp")),
     (mean_by_whole_size, P("dp")),
     (to_heads_and_back, P("dp")),
     (sums_of_parts, P("dp")),
     (bias_in_one_part, P("dp")),
     (zeros_of_local_size, P("dp")),
-    (P("dp")),
     (in_place, P("dp")),
     (inner_gradient, P("dp")),
     (part_of_features, P("dp")),
@@ -192,8 +189,6 @@ RIGHT = [
     (region_recomputed, P("dp")),
     (written_buffers, P("dp")),
     (picked, P("dp")),
-    (P("dp")),
-    (P("dp")),
 ]
 
 
