@@ -6,9 +6,16 @@ from typing import Final, TypeAlias
 
 from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import SpecError, counted
+from shardmap_torch.report.page import Page, Shown, Table
 from shardmap_torch.types import AxisType, I, Partial, R, S
 
 Entry: TypeAlias = str | tuple[str, ...] | None
+
+_HELD: Final = {
+    "replicate": "the value, which it uses in its own way",
+    "invariant": "the value, used alike by all",
+    "partial": "an addend of the value",
+}
 
 
 def _entry_axes(entry: Entry) -> tuple[str, ...]:
@@ -17,7 +24,7 @@ def _entry_axes(entry: Entry) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry
 
 
-class P:
+class P(Shown):
     """One entry per tensor dimension: None, an axis name, or a tuple of names (first is major).
 
     Trailing dimensions may be left out; they are not sharded. Axes that no dimension mentions may
@@ -104,6 +111,13 @@ class P:
         for name, axes in self.typed():
             words.append(f"{name}={{{', '.join(map(repr, sorted(axes)))}}}")
         return f"P({', '.join(words)})"
+
+    def page(self) -> Page:
+        """Returns a page that says of each dim and of each other axis what a rank holds."""
+        rows = [(f"dim {dim}", f"shards over {', '.join(by)}") for dim, by in self.sharded_dims]
+        for name, axes in self.typed():
+            rows += [(axis, _HELD[name]) for axis in sorted(axes)]
+        return Page(repr(self), tables=[Table("What a rank holds", ("of", "it holds"), rows)])
 
     def _key(self) -> tuple[tuple[Entry, ...], frozenset[str], frozenset[str], frozenset[str]]:
         return self.entries, self.replicate, self.invariant, self.partial

@@ -214,6 +214,8 @@ def _table(table: Table) -> Iterator[str]:
 class Shown:
     """Something that has a page: notebooks show it, and `html` writes it."""
 
+    __slots__ = ()
+
     def page(self) -> Page:
         """Returns the page."""
         raise NotImplementedError

@@ -101,6 +101,8 @@ def pages(tmp_path: Path) -> dict[str, str]:
         "traced": trace(local, X, W, B),
         "refused": refusal(),
         "shards": visualize_sharding((8, 8), mesh=MESH, spec=P("dp", "tp")),
+        "spec": P(("dp", "cp"), None, partial={"tp"}),
+        "accepted": check_program(local, X, W, B),
     }
     return {name: each.html(tmp_path / name).read_text() for name, each in shown.items()}
 
@@ -113,6 +115,20 @@ def test_a_page_is_one_document_whose_links_lead_to_its_own_lines(pages: dict[st
         assert not {"src", "onclick"} & set(page.attributes)
         assert "@import" not in text
         assert "url(" not in text
+
+
+def test_specs_and_verdicts_say_what_each_axis_holds(pages: dict[str, str]) -> None:
+    assert Parsed(pages["spec"]).rows == [
+        "ofit holds",
+        "dim 0shards over dp, cp",
+        "tpan addend of the value",
+    ]
+    assert Parsed(pages["accepted"]).rows == [
+        "argumentspec",
+        "xP('dp', 'tp')",
+        "wP('tp', replicate={'dp'})",
+        "bP(replicate={'dp', 'tp'})",
+    ]
 
 
 def test_two_pages_of_one_notebook_have_links_of_their_own() -> None:

@@ -34,6 +34,7 @@ from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import functorch
 from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.report.page import Page, Shown, Table
 from shardmap_torch.spec import P
 from shardmap_torch.types import I, K, R
 
@@ -206,7 +207,7 @@ Casts = tuple[Collective, ...]
 
 
 @dataclass(frozen=True, repr=False)
-class Verdict:
+class Verdict(Shown):
     """The checker's verdict on one signature of a call.
 
     Attributes:
@@ -251,6 +252,12 @@ class Verdict:
     def __repr__(self) -> str:
         """Says what was accepted; `trace` and `explain` say more."""
         return f"<Verdict: {self.name} on the {self.mesh} is accepted>"
+
+    def page(self) -> Page:
+        """Returns a page of its arguments; `trace` and `explain` have those of the program."""
+        rows = [(path, repr(self.specs[at])) for at, path in enumerate(self.paths)]
+        table = Table("Arguments, with every axis typed", ("argument", "spec"), rows)
+        return Page(f"{self.name} on the {self.mesh} is accepted", tables=[table])
 
     @lazy
     def program_paths(self) -> tuple[ProgramPath, ...]:
