@@ -113,7 +113,7 @@ def _handed_over(interpreter: Interpreter, operand: Tensor, gradient: Tensor) ->
     if _is_of_each(interpreter, operand, gradient):
         reduced = interpreter.repair.gradients.get(call_site())
         return gradient if reduced is None else reduced.apply(gradient)
-    with interpreter.aside():  # in forward mode tangents are copied too
+    with interpreter.unrecorded():  # in forward mode tangents are copied too
         handed_over = gradient.clone()
         copies = [made.storage_type for each in interpreter.equations for made in each.results]
     base = base_of(gradient)

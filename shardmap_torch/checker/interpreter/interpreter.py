@@ -501,7 +501,7 @@ class Interpreter(TypeStore):
             self.traits.rank_only = self.traits.rank_only or where
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Types operations in this context without adding them to the program."""
         branches, traits = self.numbers.branches, replace(self.traits)
         before = self.equations, self.observer, traits, self._count, branches.refusal

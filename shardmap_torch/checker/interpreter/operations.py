@@ -9,7 +9,7 @@ The file reads from top to bottom as an operation passes through it:
 3. `_run` makes the results, on fake tensors.
 4. `result_types` types them, by the operator's row.
 5. `_store` writes the types into the store, and adds the equation to the program.
-6. Back in `_interpret`, those are told who follow operations: copies, `recall`, the observer.
+6. Back in `_interpret`, those are called who follow operations: copies, `recall`, the observer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

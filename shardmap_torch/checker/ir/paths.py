@@ -418,7 +418,9 @@ class UnknownNumber:
     __lt__, __le__ = _comparison("<"), _comparison("<=")
     __gt__, __ge__ = _comparison(">"), _comparison(">=")
     __eq__, __ne__ = _comparison("=="), _comparison("!=")
-    __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __invert__ = _escaping("its bits")
+    __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __invert__ = _escaping(
+        "an operation on bits"
+    )
     __rand__ = __ror__ = __rxor__ = __rlshift__ = __rrshift__ = __and__
     __divmod__ = __rdivmod__ = _escaping("divmod()")
 

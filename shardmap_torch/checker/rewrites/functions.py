@@ -93,7 +93,7 @@ def write(host: Host, x: Tensor, index: Any, value: Any) -> Any:
 
 
 def _write_at(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> None:
-    """Writes at the places that tensors of integers or booleans give."""
+    """Writes at the entries that tensors of integers or booleans give."""
     numbers = [part for part in parts if _is_number(part)]
     indices = [part for part in parts if isinstance(part, Tensor)]
     if numbers:
@@ -106,24 +106,24 @@ def _write_at(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> None:
             )
     basic = [[_WHOLE] * _consumed(part) if isinstance(part, Tensor) else [part] for part in parts]
     target = x[tuple(part for group in basic for part in group)]
-    places: list[Tensor | None] = []
+    index: list[Tensor | None] = []
     for part in parts:
-        places += _places(part, x.ndim - sum(map(_consumed, parts)))
+        index += _entries(part, x.ndim - sum(map(_consumed, parts)))
     row = torch.as_tensor(value, dtype=x.dtype, device=x.device)
     num_others = target.ndim - sum(map(_consumed, indices))
     num_dims = num_others + max(1 if part.dtype in _MASKS else part.ndim for part in indices)
     while row.ndim > num_dims and row.shape[0] == 1:
         row = row.squeeze(0)
-    torch.ops.aten.index_put_.default(target, places, row)
+    torch.ops.aten.index_put_.default(target, index, row)
 
 
 def _write_range(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> None:
     """Does `x[parts] = value`, where one part is a slice whose bounds are tensors."""
-    at = [place for place, part in enumerate(parts) if _has_tensor_bounds(part)]
-    place, others = at[0], [*parts]
-    bounds, others[place] = parts[place], _WHOLE
+    ranges = [at for at, part in enumerate(parts) if _has_tensor_bounds(part)]
+    at, others = ranges[0], [*parts]
+    bounds, others[at] = parts[at], _WHOLE
     is_simple = all(p is None or p is Ellipsis or type(p) in (int, slice) for p in others)
-    if len(at) > 1 or bounds.step not in (None, 1) or not is_simple:
+    if len(ranges) > 1 or bounds.step not in (None, 1) or not is_simple:
         host.numbers.branches.refuse(
             "a write between bounds that are tensors is known to the checker beside integers and "
             "slices only.",
@@ -131,8 +131,8 @@ def _write_range(host: Host, x: Tensor, parts: Sequence[Any], value: Any) -> Non
         )
     host.needs_ranks()
     target = x[tuple(others)]
-    after = any(part is Ellipsis for part in others[:place])
-    dim = target.ndim - _count_dims(others[place:]) if after else _count_dims(others[:place])
+    after = any(part is Ellipsis for part in others[:at])
+    dim = target.ndim - _count_dims(others[at:]) if after else _count_dims(others[:at])
     row = torch.as_tensor(value, dtype=target.dtype, device=target.device)
     behind = target.ndim - 1 - dim
     length = row.shape[-1 - behind] if row.ndim > behind else 1
@@ -169,7 +169,7 @@ def _has_tensor_bounds(part: Any) -> bool:
     )
 
 
-def _places(part: Any, num_free: int) -> list[Tensor | None]:
+def _entries(part: Any, num_free: int) -> list[Tensor | None]:
     """The entries that `index_put_` takes for one part of an index."""
     if isinstance(part, Tensor):
         return [part]

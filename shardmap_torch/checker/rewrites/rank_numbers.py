@@ -1,9 +1,10 @@
 """Python numbers that differ by rank, as `group.rank()` gives them, and what torch does with them.
 
 A body that asks for its rank is another Python program on each. It is interpreted once all the
-same: the number is kept as its values on all ranks, and Python's arithmetic is done for each. Where
-torch gets one, the typed equivalent is interpreted: a tensor of type V, or the rank's own part of a
-tensor. Whatever else would make the programs of ranks differ, such as a branch, is refused.
+same: the number is known by its values on all ranks, and Python's arithmetic is done for each.
+Where torch gets one, the typed equivalent is interpreted: a tensor of type V, or the rank's own
+part of a tensor. Whatever else would make the programs of ranks differ, such as a branch, is
+refused.
 """
 
 import math
@@ -32,7 +33,7 @@ from shardmap_torch.ops.cast import convert
 from shardmap_torch.types import I, R, V
 
 _LIMIT: Final = 65_536
-"""Maximal number of ranks of which the values are kept."""
+"""Maximal number of ranks whose values are computed, one by one."""
 
 _PLAIN: Final = (bool, int, float)
 _AS_TENSOR: Final = "keep it a tensor, with axis_index(axis), and choose with torch.where"
@@ -167,6 +168,9 @@ class RankNumber(UnknownNumber):
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
     def __bool__(self) -> bool:
         truths = {*map(bool, self.values)}
         if len(truths) > 1:
@@ -240,13 +244,15 @@ def marked(host: Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     """Returns the result of a function; parts of a tensor so that a rank may take its own."""
     if not (host.numbers.branches.marks_parts and func in CUTTING):
         return out
-    return cut_into_parts(host, func, args, kwargs, out)
+    made = Parts(out)
+    made.cut = _cutting(host, func, args, kwargs, out)
+    return made
 
 
-def cut_into_parts(
+def _cutting(
     host: Host, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], parts: Sequence[Tensor]
-) -> Parts:
-    """Returns the parts as what a rank may take its own of."""
+) -> Callable[[RankNumber], Tensor]:
+    """Returns the function that takes the part of each rank."""
     keeps = func not in (torch.unbind, Tensor.unbind)
     x, *rest = [*args, *(kwargs[name] for name in ("input", "self", "tensor") if name in kwargs)]
     given = kwargs.get("dim", rest[1 if keeps else 0] if len(rest) > keeps else 0)
@@ -263,23 +269,20 @@ def cut_into_parts(
         own = part_of(host, x, dim, at, size)
         return own if keeps else own.squeeze(dim)
 
-    made = Parts(parts)
-    made.cut = cut
-    return made
+    return cut
 
 
 def part_of(host: Host, x: Tensor, dim: int, position: RankNumber, size: int) -> Tensor:
-    """Returns `size` entries from `position * size` on: as a conversion where these are shards."""
-    length = x.shape[dim]
-    is_own = position.values == tuple(range(len(position.values)))
-    if is_own and length == size * len(position.values) and _is_equal(host, x, position.axes):
+    """Returns `size` entries from `position * size` on: as a conversion where these are shards.
+
+    A conversion keeps them a shard for global strictness, which knows nothing of picked entries.
+    """
+    num_parts = len(position.values)
+    is_own = position.values == tuple(range(num_parts)) and x.shape[dim] == size * num_parts
+    types = host.by_axis(host.storage_type(x).types)
+    if is_own and not any(types[axis].varies for axis in position.axes):
         return _converted(host, x, position.axes, dim)
     return entries(host, x, dim, position * size, size)
-
-
-def _is_equal(host: Host, x: Tensor, axes: Sequence[str]) -> bool:
-    types = host.by_axis(host.storage_type(x).types)
-    return not any(types[axis].varies for axis in axes)
 
 
 def _converted(host: Host, x: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:

@@ -100,36 +100,31 @@ def test_programs_and_errors_are_those_of_calls_typed_anew(
         assert found == text(body, out, strictness)
 
 
+def typed_anew(body: Callable[..., Tensor]) -> list[str]:
+    """Returns the names of the operations that are typed anew in one check."""
+    calls = []
+    call = operations._interpret
+
+    def noting(self: Interpreter, op: Any, *args: Any) -> Any:
+        calls.append(op._schema.name.removeprefix("aten::"))
+        return call(self, op, *args)
+
+    with patch.object(operations, "_interpret", noting):
+        text(body, P("dp"), "local")
+    return calls
+
+
 def test_only_one_of_equal_layers_is_typed_anew() -> None:
-    calls = []
-    call = operations._interpret
-
-    def noting(self: Interpreter, op: Any, *args: Any) -> Any:
-        calls.append(op)
-        return call(self, op, *args)
-
-    with patch.object(operations, "_interpret", noting):
-        text(layers, P("dp"), "local")
-    assert calls.count(torch.ops.aten.relu.default) == 1
-    assert 1 <= calls.count(torch.ops.aten.mm.default) < 4 * 6
+    calls = typed_anew(layers)
+    assert calls.count("relu") == 1
+    assert 1 <= calls.count("mm") < 4 * 6
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
+def test_calls_without_tensors_or_draws_are_remembered() -> None:
+    calls = typed_anew(promoted)
+    assert calls.count("promote_types") == 1
     # The input has another type than what layers return.
-    [("promote_types", 1), ("_scaled_dot_product_flash_attention_for_cpu", 2)],
-)
-def test_calls_without_tensors_or_draws_are_remembered(name: str, count: int) -> None:
-    calls = []
-    call = operations._interpret
-
-    def noting(self: Interpreter, op: Any, *args: Any) -> Any:
-        calls.append(op._schema.name)
-        return call(self, op, *args)
-
-    with patch.object(operations, "_interpret", noting):
-        text(promoted, P("dp"), "local")
-    assert calls.count(f"aten::{name}") == count
+    assert calls.count("_scaled_dot_product_flash_attention_for_cpu") == 2
 
 
 def test_positions_of_lists_that_are_alike_are_typed_once() -> None:

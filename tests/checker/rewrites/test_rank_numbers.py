@@ -134,6 +134,11 @@ REFUSED: Final[dict[str, tuple[Callable[[Tensor, Any], Any], str, str]]] = {
         "ranks take slices of different sizes, or that reach beyond the tensor.",
         PART,
     ),
+    "bits": (
+        lambda x, rank: x * (rank & 1),
+        "an operation on bits makes a plain Python number of one that differs by rank.",
+        f"{PART}, or {FIX}",
+    ),
     "function": (
         lambda x, rank: torch.roll(x, rank),
         "roll gets a number that differs by rank.",
