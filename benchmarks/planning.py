@@ -43,7 +43,10 @@ Params = Any
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of a decoder: a Llama, or a GPT whose MLP has no gate and whose positions are free."""
+    """Sizes of a decoder: a Llama, or a GPT whose MLP has no gate and whose positions are free.
+
+    Attention is `fused`, or writes its scores to memory, as it was before FlashAttention.
+    """
 
     width: int
     layers: int
@@ -52,6 +55,7 @@ class Llama:
     hidden: int
     vocabulary: int
     gated: bool = True
+    fused: bool = True
 
     def shapes(self) -> Params:
         d, k = self.width, self.width // self.heads
@@ -103,7 +107,11 @@ def block(w: Params, x: Tensor, tables: Tables, llama: Llama, region: Any = None
     """x [b, t/tp, d] -> the same; `region` runs the parts that a backward may compute again."""
     region = region or (lambda part, *args: part(*args))
     q, key, value = region(partial(projected, llama=llama), w, x, tables)
-    made = nn.attention(q, key, value, causal=True)
+    if llama.fused:
+        made = nn.attention(q, key, value, causal=True)
+    else:
+        seen = torch.ones(2 * [q.shape[1]], dtype=torch.bool).tril()
+        made = nn.attention(q, key, value, mask=seen)
     x = x + nn.row_linear(made, w["out"], "tp", dst=S(1), overlap="off")
     wide = region(partial(widened, llama=llama), w, x)
     return x + nn.row_linear(wide, w["down"], "tp", dst=S(1), overlap="off")
@@ -190,12 +198,13 @@ LLAMA_2_70B: Final = Llama(8192, 80, 64, 8, 28672, 32000)
 LLAMA_3_405B: Final = Llama(16384, 126, 128, 8, 53248, 128256)
 
 
-def gpt(width: int, layers: int, heads: int, vocabulary: int) -> Llama:
+def mpt(width: int, layers: int, heads: int) -> Llama:
+    vocabulary = 50432  # 50,368, rounded up for 64 shards
     return Llama(width, layers, heads, heads, 4 * width, vocabulary, gated=False)
 
 
-def mpt(width: int, layers: int, heads: int) -> Llama:
-    return gpt(width, layers, heads, 50432)  # 50,368, rounded up for 64 shards
+def gpt(width: int, layers: int, heads: int) -> Llama:
+    return Llama(width, layers, heads, heads, 4 * width, 51200, gated=False, fused=False)
 
 
 META: Final = replace(H100, name="H100 96 GB HBM2e", memory=96 * 10**9, bandwidth=2.4e12)
@@ -287,10 +296,10 @@ ROWS: Final = (
         ("MPT 7B", mpt(4096, 32, 32), (8, 1), 6, 2048, "none", 4641),
         ("MPT 3B", mpt(2560, 32, 20), (8, 1), 10, 2048, "none", 10811),
     ),
-    _megatron("GPT 1.7B", gpt(2304, 24, 24, 51200), (32, 1), 16, 137),
-    _megatron("GPT 3.6B", gpt(3072, 30, 32, 51200), (32, 2), 16, 138),
-    _megatron("GPT 7.5B", gpt(4096, 36, 32, 51200), (32, 4), 16, 142),
-    _megatron("GPT 18.4B", gpt(6144, 40, 48, 51200), (32, 8), 32, 135),
+    _megatron("GPT 1.7B", gpt(2304, 24, 24), (32, 1), 16, 137),
+    _megatron("GPT 3.6B", gpt(3072, 30, 32), (32, 2), 16, 138),
+    _megatron("GPT 7.5B", gpt(4096, 36, 32), (32, 4), 16, 142),
+    _megatron("GPT 18.4B", gpt(6144, 40, 48), (32, 8), 32, 135),
 )  # fmt: skip
 """All of them bfloat16 or float16, without float8, pipelines and asynchronous tensor parallelism.
 

@@ -1,7 +1,7 @@
 """`Explanation`: the operations of a program line by line, as data, as text and as a page."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
@@ -18,6 +18,7 @@ from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.report.page import Entry, Line, Page, Shown, Table
 from shardmap_torch.report.refusal import page_of_error
+from shardmap_torch.report.units import show_bytes, show_seconds
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType
 
@@ -43,6 +44,8 @@ class Row:
         backward: the collectives that autograd derives from this one.
         times: the number of equal layers, one after another, that have it.
         layer: the number of the operation with which the first of these layers begins.
+        seconds: that it takes each time; None unless `Estimate.beside` has said it.
+        allocated: the bytes of memory that it allocates each time; likewise.
     """
 
     equation: Equation
@@ -58,6 +61,8 @@ class Row:
     backward: "tuple[Row, ...]"
     times: int = 1
     layer: int = 0
+    seconds: float | None = None
+    allocated: int | None = None
 
     @property
     def transpose(self) -> Collective | None:
@@ -101,7 +106,7 @@ class Row:
 
 _SHOWN: Final = (
     *("operation", "operands", "results", "types", "collective", "axes", "bytes_sent"),
-    *("is_backward", "backward", "times"),
+    *("is_backward", "backward", "times", "seconds", "allocated"),
 )
 """Attributes of a row that JSON has, in order."""
 
@@ -250,6 +255,15 @@ class Explanation(Shown):
         """The rows that connect ranks, or convert types."""
         return tuple(row for row in self.rows if row.collective is not None)
 
+    def with_rows(self, change: Callable[[Row], Row]) -> "Explanation":
+        """Returns the explanation with other rows, backwards included."""
+
+        def changed(rows: Sequence[Row]) -> tuple[Row, ...]:
+            return tuple(change(replace(row, backward=changed(row.backward))) for row in rows)
+
+        paths = tuple(replace(path, rows=changed(path.rows)) for path in self.paths)
+        return replace(self, paths=paths)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the explanation as what JSON has."""
         return {
@@ -353,6 +367,7 @@ def _entry(row: Row) -> Entry:
     kind = "backward" if row.is_backward else kind
     types = tuple((a, str(of)) for each in row.types[:1] for a, of in each.items())
     sent = f"sends {row.bytes_sent:,} B over {', '.join(row.axes)}" if row.bytes_sent else ""
+    sent = ", ".join([sent] * bool(sent) + _costs(row))
     text = f"{row.operation} → {', '.join(row.results) or 'nothing'}"
     return Entry(text, kind, types, sent, below=tuple(map(_entry, row.backward)))
 
@@ -398,7 +413,14 @@ def _specified(row: Row) -> str:
 def _line(row: Row) -> str:
     times = f", {row.times} times" if row.times > 1 and row.is_backward else ""
     site = f"  # {row.site}" if row.site is not None and not row.is_backward else ""
-    return f"  {row.operation} of {row.operands[0]}, sends {row.bytes_sent} B{times}{site}"
+    costs = "".join(f", {each}" for each in _costs(row))
+    return f"  {row.operation} of {row.operands[0]}, sends {row.bytes_sent} B{costs}{times}{site}"
+
+
+def _costs(row: Row) -> list[str]:
+    """Formats the estimates of a row, if it has any."""
+    words = [] if row.seconds is None else [f"takes {show_seconds(row.seconds)}"]
+    return words + ([f"allocates {show_bytes(row.allocated)}"] if row.allocated else [])
 
 
 def _alike(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

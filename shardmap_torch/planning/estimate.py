@@ -1,20 +1,21 @@
 """`estimate`: memory and time of a checked call on given hardware, without running it."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from shardmap_torch.checker.explanation import Explanation, Row
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.planning.dry_run import ARGUMENT, Block, DryRun, dry_run
 from shardmap_torch.planning.hardware import Hardware
 from shardmap_torch.planning.page import entries, timeline
 from shardmap_torch.planning.schedule import Span, schedule
-from shardmap_torch.planning.units import show_bytes, show_seconds
 from shardmap_torch.report.page import Page, Shown, Table
+from shardmap_torch.report.units import show_bytes, show_seconds
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -133,6 +134,30 @@ class Estimate(Shown):
             "sent": dict(self.sent),
             "waits": dict(self.exposed),
         }
+
+    def beside(self, explanation: Explanation) -> Explanation:
+        """Returns what `explain` says of the same call, with time and memory of each operation.
+
+        Rows that a rank does not run by themselves, such as views and conversions, have none.
+        """
+        costs: defaultdict[tuple[Any, ...], list[float]] = defaultdict(lambda: [0.0, 0, 0])
+        made = Counter[int]()
+        for block in self.run.blocks:
+            made[block.born] += block.nbytes
+        for number, span in enumerate(self.spans, 1):
+            cost = costs[span.step.site, span.step.name, span.step.backward]
+            for at, value in enumerate((span.end - span.start, made[number], 1)):
+                cost[at] += value
+
+        def estimated(row: Row) -> Row:
+            seconds, memory, count = costs.get(
+                (row.site, row.operation, row.is_backward), (0, 0, 0)
+            )
+            if not count:
+                return row
+            return replace(row, seconds=seconds / count, allocated=round(memory / count))
+
+        return explanation.with_rows(estimated)
 
     def page(self) -> Page:
         """Returns a page: lanes and memory over time, and the cost of each line of the source."""

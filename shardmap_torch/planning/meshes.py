@@ -15,7 +15,7 @@ from shardmap_torch.mesh import Mesh, make_mesh
 from shardmap_torch.planning.dry_run import Dry, DryRun, checked, run_dry
 from shardmap_torch.planning.estimate import Estimate, estimate
 from shardmap_torch.planning.hardware import Hardware
-from shardmap_torch.planning.units import show_bytes, show_seconds
+from shardmap_torch.report.units import show_bytes, show_seconds
 
 Build: TypeAlias = Callable[[Mesh], tuple[Callable[..., Any], Sequence[Any]]]
 """Makes a step for a mesh: a mapped function, and its arguments or their shapes."""

@@ -7,8 +7,8 @@ from html import escape
 from typing import Final
 
 from shardmap_torch.planning.schedule import COMPUTE, MESSAGES, Span
-from shardmap_torch.planning.units import show_bytes, show_seconds
 from shardmap_torch.report.page import Entry, Line
+from shardmap_torch.report.units import show_bytes, show_seconds
 
 WIDTH, LANE, AREA = 960, 36, 120
 """Sizes of the picture, in pixels."""

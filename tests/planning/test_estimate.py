@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardmap_torch import I, P, R, ShapeDtype, all_gather, all_reduce, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShapeDtype,
+    all_gather,
+    all_reduce,
+    explain,
+    make_mesh,
+    shard_map,
+)
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.ops.gather import gather_starter
 from shardmap_torch.planning import Hardware, estimate
@@ -184,3 +194,22 @@ def test_the_page_has_the_lanes_the_memory_and_the_cost_of_each_line() -> None:
         ("4 s of 1 message", "collective", "sends 400 B"),
         ("Here most memory is alive.", "value", ""),
     ]
+
+
+def test_what_explain_says_gets_time_and_memory_of_each_operation() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+    f = shard_map(
+        lambda x: all_reduce((x @ x.mT).sum(), "tp", dst=I),
+        mesh=mesh, in_specs=P(None, "tp"), out_specs=P(),
+    )  # fmt: skip
+    x = ShapeDtype((10, 20), requires_grad=True)
+    found = estimate(f, x, hardware=UNIT)
+    shown = found.beside(explain(f, x))
+    rows = {(row.operation, row.is_backward): row for row in shown.rows}
+    assert (rows["mm", False].seconds, rows["mm", False].allocated) == (4.0, 400)
+    assert rows["t", True].seconds is None
+    assert rows["all_reduce('tp', Partial -> I)", False].seconds == pytest.approx(0.04)
+    timed = [row.seconds * row.times for row in shown.rows if row.seconds is not None]
+    assert sum(timed) == pytest.approx(found.seconds)
+    assert "sends 4 B, takes 40 ms, allocates 4 B" in str(shown)
+    assert shown.to_json()["paths"][0]["rows"][-1]["allocated"] == 400
