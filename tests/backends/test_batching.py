@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardmap_torch import P, make_mesh, shard_map, value_and_grad
+from shardmap_torch.backends.batching import add_batching_rules
 from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from tests.programs.support.harness import random
 
@@ -71,6 +72,24 @@ def test_masks_are_sharded_as_heads_and_sequences_are(shape: tuple[int, ...]) ->
 
     f = shard_map(attend, mesh=MESH, in_specs=(*(HEADS,) * 3, spec), out_specs=HEADS, check=False)
     torch.testing.assert_close(f(Q, K, V, mask), attend(Q, K, V, mask), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask_dims", [2, 3, 4])
+def test_the_rule_takes_batches_at_any_dim_and_masks_without_sequences_or_heads(
+    mask_dims: int,
+) -> None:
+    q, k, v, mask = (random((2, 3, 5, 5, 4), seed) for seed in range(4))
+    mask = mask[(0,) * (4 - mask_dims)]  # [..., queries, keys, batch]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, mask)
+
+    add_batching_rules()
+    found = torch.func.vmap(attend, in_dims=(1, 4, 0, -1))(
+        q.movedim(-1, 1), k, v.movedim(-1, 0), mask
+    )
+    for at, y in enumerate(found):
+        torch.testing.assert_close(y, attend(*(x[..., at] for x in (q, k, v, mask))))
 
 
 class Calls(TorchDispatchMode):
