@@ -111,6 +111,18 @@ def test_the_gradient_of_a_replicate_or_a_zero_value_is_a_pending_sum() -> None:
     check_program(mapped(body, ABSTRACT, out_specs=P()), W, DATA)
 
 
+def test_a_gradient_that_a_backward_has_added_to_is_a_pending_sum() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        leaf = w.detach().clone().requires_grad_()
+        leaf.grad = held = torch.zeros_like(w)
+        loss_of(x)(leaf).backward()
+        assert leaf.grad is held
+        assert_type(held, {"dp": Partial})
+        return all_reduce(held, "dp", dst=I)
+
+    check_program(mapped(body, ABSTRACT, out_specs=P()), W, DATA)
+
+
 def test_a_gradient_from_a_finished_loss_stays_equal_on_all_ranks() -> None:
     def body(w: Tensor, x: Tensor) -> Tensor:
         g = by_func(lambda w: w.square().sum(), w)

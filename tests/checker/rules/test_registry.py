@@ -17,7 +17,9 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
+from shardmap_torch.checker.rules.registry import row_of
 
+aten = torch.ops.aten
 MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
 
 
@@ -57,3 +59,17 @@ def test_a_custom_operator_is_refused_until_it_has_a_rule() -> None:
     with pytest.raises(ShardTypeError) as caught:
         register_rule(op, Row())
     assert str(caught.value) == ("register_rule: shardmap_test.double.default has a rule already.")
+
+
+ON_LISTS = {
+    aten._foreach_add.ScalarList: Row(linear=(("self",), ("scalars",)), zipped=True),
+    aten._foreach_mul_.Scalar: Row(linear=(("self", "scalar"),), zipped=True),
+    aten._foreach_lerp.List: Row(linear=(("self",), ("tensors1",)), zipped=True),
+    aten._foreach_copy_.default: Row(linear=(("src",),), unread=("self",), zipped=True),
+    aten._foreach_zero_.default: Row(zero=True, unread=("self",), zipped=True),
+    aten._foreach_sqrt.default: Row(zipped=True),
+}
+
+
+def test_operators_on_lists_have_the_rows_of_those_on_their_items() -> None:
+    assert {op: row_of(op) for op in ON_LISTS} == ON_LISTS
