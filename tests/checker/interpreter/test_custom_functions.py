@@ -256,3 +256,23 @@ def test_a_whole_cotangent_stays_one_in_a_buffer() -> None:
     text = rejection(body, X, W, in_specs=COLUMNS["in_specs"], out_specs=P())
     assert "a value is needed as I and as R over 'tp'" in text
     assert "one use gives a gradient that is I, from mul at" in text
+
+
+class Constant(TypedFunction):
+    """A product whose backward gives every rank the same number."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return w * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.ones_like(ctx.saved_tensors[0]), None
+
+
+def test_equal_gradients_of_what_ranks_use_differently_are_addends() -> None:
+    w = numbers(1).requires_grad_()
+    specs: dict[str, Any] = {"in_specs": (P(invariant={"tp"}), P("tp")), "out_specs": P("tp")}
+    text = rejection(Constant.apply, w, X.detach(), **specs)
+    assert "an operand of Constant is I and its backward gives it a gradient that is V" in text
