@@ -158,7 +158,7 @@ def fsdp_layers(
         tensor([[2., 2.],
                 [2., 2.]])
     """
-    early = _Early(layers, specs, axis)
+    early = LayerGathers(layers, [specs] * len(layers), axis)
 
     def run(shards: Any, index: int, x: Tensor, *args: Any) -> Tensor:
         return function(early.gather(shards, index), x, *args)
@@ -170,14 +170,15 @@ def fsdp_layers(
     return x
 
 
-class _Early:
+class LayerGathers:
     """Gathers layers one after another, the next one while the last one is used.
 
     A layer runs first in the order of the layers, and is recomputed in the opposite order. Layers
     that no gradient reaches are not recomputed.
     """
 
-    def __init__(self, layers: Sequence[Any], specs: Any, axis: str) -> None:
+    def __init__(self, layers: Sequence[Any], specs: Sequence[Any], axis: str) -> None:
+        """Takes the shards of each layer and their specs, and the axis."""
         self._layers, self._specs, self._axis = layers, specs, axis
         self._recomputed: dict[int, bool] = {}
         self._begun: tuple[object, Any] = (None, None)
@@ -190,7 +191,7 @@ class _Early:
 
     def gather(self, shards: Any, index: int) -> Any:
         """Returns gathered parameters, and begins to gather those that are needed next."""
-        leaves, stage = _plan(shards, self._specs, self._axis)
+        leaves, stage = _plan(shards, self._specs[index], self._axis)
         (state, begun), self._begun = self._begun, (None, None)
         is_theirs = begun is not None and state == (index, _state(leaves, stage))
         params = _gathered(leaves, stage, self._axis, begun if is_theirs else None)
@@ -202,7 +203,7 @@ class _Early:
         return params
 
     def _begin(self, index: int) -> None:
-        leaves, stage = _plan(self._layers[index], self._specs, self._axis)
+        leaves, stage = _plan(self._layers[index], self._specs[index], self._axis)
         with torch.no_grad():
             begun = begin_gathers(leaves.values, stage, self._axis)
         if begun is not None:

@@ -14,6 +14,7 @@ from shardmap_torch.parallel.loss import loss_parallel
 from shardmap_torch.parallel.module import parallelize
 from shardmap_torch.parallel.pure import functional
 from shardmap_torch.parallel.styles import (
+    ExpertsDispatch,
     ExpertsParallel,
     LocalAttributes,
     PackedColwiseParallel,
@@ -24,6 +25,7 @@ from shardmap_torch.parallel.weights import load_safetensors, save_pretrained
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertsDispatch",
     "ExpertsParallel",
     "LocalAttributes",
     "PackedColwiseParallel",

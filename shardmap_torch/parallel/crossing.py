@@ -30,11 +30,11 @@ class Known:
     """Knowledge of the outputs of a body, which a run of it gives.
 
     Attributes:
-        num_dims: the numbers of dims, if a layout counts them from the end.
+        specs: those of the outputs, if they depend on these.
         cached: the specs of tensors in caches, by path.
     """
 
-    num_dims: tuple[int, ...] | None = None
+    specs: Tree = None
     cached: Mapping[str, P] = field(default_factory=dict)
 
 
@@ -52,7 +52,7 @@ class Inputs:
     def __init__(self, mesh: Mesh, plan: Plan, in_specs: Tree, names: Sequence[str]) -> None:
         """Keeps `in_specs` as for `shard_map`, or None for the root style's layouts."""
         self._mesh, self._axis, self._names = mesh, plan.axis, names
-        self._in_specs = in_specs
+        self._in_specs, self._data = in_specs, plan.data
         root = plan.root
         changes = (root.inputs or ()) if root else ()
         self._layouts = [None if change is None else change[0] for change in changes]
@@ -113,9 +113,17 @@ class Inputs:
         layout = self._named.get(name)
         if layout is None and 0 <= position < len(self._layouts):
             layout = self._layouts[position]
-        if layout is None or not _is_tensor(value):
-            return P()
-        return spec_of(normalized(layout, len(value.shape), name), self._axis)
+        if not _is_tensor(value):
+            return P() if layout is not None or not self._data.axes else self._rows(value)
+        ndim = len(value.shape)
+        spec = P() if layout is None else spec_of(normalized(layout, ndim, name), self._axis)
+        return self._data.rows(spec, ndim)
+
+    def _rows(self, tree: Tree) -> Tree:
+        """Returns the specs of inputs in a tree."""
+        leaves, structure = flatten(tree)
+        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+        return unflatten(structure, [self._data.rows(P(), len(shape)) for shape in shapes])
 
     def _expand(self, name: str, value: Any, prefix: Tree, problems: list[str]) -> Tree:
         leaves = (
@@ -142,7 +150,9 @@ class Outputs:
         self._mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
         changes = (plan.root.outputs or ()) if plan.root else ()
         self._layouts = [None if change is None else change[1] for change in changes]
-        self._is_local = out_specs is None and (plan.root is None or plan.root.is_local)
+        self._data = plan.data
+        is_local = plan.root.is_local if plan.root else not plan.data.axes
+        self._is_local = out_specs is None and is_local
 
     def check(self, out: Tree, cached: Mapping[str, Tensor], known: Known) -> None:
         """Stops the run if the specs depend on the outputs and more is known of these now.
@@ -151,27 +161,38 @@ class Outputs:
             UnknownError: has what is known.
         """
         from_end = any(isinstance(x, Shard) and x.dim < 0 for x in self._layouts)
-        dims: tuple[int, ...] | None = None
-        if self._out_specs is None and from_end:
-            outputs = out if isinstance(out, tuple) else (out,)
-            dims = tuple(x.ndim if isinstance(x, Tensor) else 0 for x in outputs)
-        specs = {path: spec_of_cached(x, self._axis) for path, x in cached.items()}
-        if Known(dims, specs) != known:
-            raise UnknownError(Known(dims, specs))
+        specs = None
+        if self._out_specs is None and (from_end or self._data.axes):
+            specs = self._specs(out)
+        found = {
+            path: self._data.of_result(x, spec_of_cached(x, self._axis))
+            for path, x in cached.items()
+        }
+        if Known(specs, found) != known:
+            raise UnknownError(Known(specs, found))
 
     def specs(self, known: Known) -> Tree:
         """Returns the specs for `shard_map`, given what is known of the outputs."""
-        return self._specs(known.num_dims), P(), tuple(known.cached.values())
+        cached = tuple(known.cached.values())
+        if self._out_specs is not None or known.specs is not None:
+            return known.specs if self._out_specs is None else self._out_specs, P(), cached
+        specs = tuple(self._spec(layout, 1) for layout in self._layouts)
+        return specs if len(specs) > 1 else (*specs, P())[0], P(), cached
 
-    def _specs(self, num_dims: tuple[int, ...] | None) -> Tree:
-        if self._out_specs is not None:
-            return self._out_specs
-        dims = num_dims or (1,) * len(self._layouts)
-        specs = tuple(
-            P() if layout is None else spec_of(_from_front(layout, ndim), self._axis)
-            for layout, ndim in zip(self._layouts, dims, strict=False)
-        )
-        return specs if len(specs) > 1 else (*specs, P())[0]
+    def _specs(self, out: Tree) -> Tree:
+        """Returns the specs of outputs that are there."""
+        if len(self._layouts) > 1 and isinstance(out, tuple):
+            pairs = zip(out, self._layouts, strict=False)
+            return tuple(self._specs_of(each, layout) for each, layout in pairs)
+        return self._specs_of(out, self._layouts[0] if self._layouts else None)
+
+    def _specs_of(self, out: Tree, layout: Placement | None) -> Tree:
+        leaves, structure = flatten(out)
+        specs = [self._data.of_result(x, self._spec(layout, getattr(x, "ndim", 0))) for x in leaves]
+        return specs[0] if len({*specs}) == 1 else unflatten(structure, specs)
+
+    def _spec(self, layout: Placement | None, ndim: int) -> P:
+        return P() if layout is None else spec_of(_from_front(layout, ndim), self._axis)
 
     def leave(self, out: Tree) -> Tree:
         """Converts outputs to DTensors or to this rank's tensors, as the plan says."""

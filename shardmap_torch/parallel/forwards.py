@@ -16,10 +16,12 @@ from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.nn.embedding import own_embeddings
 from shardmap_torch.ops import axis_size, convert, redistribute, reinterpret
 from shardmap_torch.ops.body import types_of
+from shardmap_torch.parallel.experts import computable, dispatched
 from shardmap_torch.parallel.kinds import CONV1D, kind_of
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import (
     Change,
+    ExpertsDispatch,
     ExpertsParallel,
     Layouts,
     LocalAttributes,
@@ -73,8 +75,10 @@ def style_forward(plan: Plan, path: str, module: nn.Module, shared: Shared) -> N
         _divide(layouts.style.names, axis_size(plan.axis), name, module)
         return
     own = vars(module).get("forward") or MethodType(type(module).forward, module)
+    if isinstance(layouts.style, ExpertsParallel | ExpertsDispatch):
+        computable(module)
     # Types of replicated inputs: R if the ranks use them differently, I if all do the same.
-    differs = isinstance(layouts.style, ColwiseParallel | ExpertsParallel) or (
+    differs = isinstance(layouts.style, ColwiseParallel | ExpertsParallel | ExpertsDispatch) or (
         not layouts.is_for_one and plan.splits_below(path)
     )
     replicate = R if differs else I
@@ -139,11 +143,14 @@ class _Forward:
         module: Any = self.module
         if kind_of(module) is CONV1D and isinstance(self.layouts.style, ColwiseParallel):
             return functional.linear(args[0], module.weight.mT, module.bias)
+        if isinstance(self.layouts.style, ExpertsDispatch):
+            own: Any = self.own
+            return dispatched(self.module, own, self.name, self.axis, args)
         return self.own(*args, **kwargs)
 
     def _inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         changes = self.layouts.inputs
-        if isinstance(self.layouts.style, ExpertsParallel):
+        if isinstance(self.layouts.style, ExpertsParallel | ExpertsDispatch):
             both = (Replicate(), Replicate())
             changes = [both if isinstance(x, Tensor) else None for x in args]
         if changes is None:

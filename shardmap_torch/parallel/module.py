@@ -22,12 +22,14 @@ from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.parallel.caches import Held, closed, fill, opened, own, put_back, take_out
 from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
+from shardmap_torch.parallel.data import Data, read_data
 from shardmap_torch.parallel.forwards import Shared, style_forward
-from shardmap_torch.parallel.packing import pack, placements_of_split, unpack
+from shardmap_torch.parallel.packing import pack, placements_of_split
 from shardmap_torch.parallel.plan import ROOT, Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import within_body
 from shardmap_torch.parallel.trackers import untracked
+from shardmap_torch.parallel.units import Units
 from shardmap_torch.parallel.words import Split
 from shardmap_torch.placing import compared
 from shardmap_torch.spec import P
@@ -48,6 +50,9 @@ def parallelize(
     axis: str | None = None,
     in_specs: Tree = None,
     out_specs: Tree = None,
+    dp: str | tuple[str, ...] | None = None,
+    fsdp: str | None = None,
+    reshard_after_forward: bool = True,
     check: Check = "global",
     src_data_rank: int | None = 0,
 ) -> M:
@@ -90,6 +95,15 @@ def parallelize(
         in_specs: as for `shard_map`, of the inputs of the forward, in place of the root's
             layouts: also over other axes of the mesh. Plain tensors are then global values.
         out_specs: the same for the outputs, which are then DTensors unless they are replicated.
+        dp: axes whose ranks have other rows of the batch, the first dim of inputs and outputs, and
+            the same parameters. On processes plain inputs are then this rank's rows, and results
+            DTensors, so that a loss of them is that of the batch.
+        fsdp: an axis of rows that shards the parameters, their gradients and the optimizer's state
+            too. Each layer, an element of the outermost `nn.ModuleList`s and `nn.ModuleDict`s, is
+            gathered while the one before computes; what is in no layer first.
+        reshard_after_forward: whether the parameters of a layer are dropped after its forward, and
+            the backward gathers them again and recomputes the layer (ZeRO-3). False keeps them
+            until the backward (ZeRO-2).
         check: strictness of the checker. "global": the program is that of the module on one device.
             "local": only that gradients are right, for code that is per-rank by nature.
         src_data_rank: the rank along the axis whose parameters and buffers are kept; None takes
@@ -120,22 +134,46 @@ def parallelize(
         raise SpecError(f"parallelize: check is 'local' or 'global', not {show(check)}.")
     on = as_mesh(mesh)
     _reject_parallel(module)
-    styles = carried_plan(module) if plan is None else plan
-    over = resolve_axis("parallelize", on, axis)
+    data, axis = read_data(on, axis, dp, fsdp, reshard_after_forward)
+    styles, over = _styles_over(module, plan, on, axis, data)
 
     def place(resolved: Plan) -> Plan:
         if on.kind in PROCESS_KINDS:
             _place(module, on, resolved, src_data_rank)
         return resolved
 
-    remake = partial(make_plan, module, on, styles, over, is_carried=plan is None)
+    remake = partial(make_plan, module, on, styles, over, _optional(module, plan, styles), data)
     describe = partial(_described, module, src_data_rank)
     resolved = compared("parallelize", on, remake, describe, place)
     call = _ParallelCall(module, on, resolved, in_specs, out_specs, check, remake)
     vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on
-    if on.kind in PROCESS_KINDS:
+    if on.kind in PROCESS_KINDS and not data.axes:
         _give_encoder(module, on, resolved, check)
     return module
+
+
+def _styles_over(
+    module: nn.Module,
+    plan: Style | Mapping[str, Style] | None,
+    mesh: Mesh,
+    axis: str | None,
+    data: Data,
+) -> tuple[Style | Mapping[str, Style], str]:
+    """Returns the styles and their axis; a module need not have any where it has data axes.
+
+    Raises:
+        SpecError: it has styles, and no axis for them; or it carries no plan.
+    """
+    is_whole = axis is None and {*mesh.axis_names} == {*data.axes}
+    if is_whole and not plan:
+        return {}, ""
+    styles = carried_plan(module) if plan is None else plan
+    if is_whole:
+        raise SpecError(
+            f"parallelize: the plan has styles, and dp and fsdp take all axes of the {mesh}.\n"
+            "Fix: a mesh with an axis for the styles; or no plan."
+        )
+    return styles, resolve_axis("parallelize", mesh, axis)
 
 
 def _give_encoder(module: nn.Module, mesh: Mesh, plan: Plan, check: Check) -> None:
@@ -176,6 +214,8 @@ class _ParallelCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         caches: list[Any] = []
         args, kwargs = take_out((args, kwargs), caches)
+        if caches and self._plan.data.axes:
+            _reject_caches(self._mesh, self._plan.data)
         with _WITHOUT_FAST_PATH(), untracked():
             found = self._with_specs(_call, args, kwargs, caches)
         out, frames, tensors = self._outputs.leave(found)
@@ -216,7 +256,7 @@ class _ParallelCall:
         try:
             return self._use(use, specs, (args, kwargs, frames, tuple(tensors.values())))
         except RuntimeError as error:
-            if type(error) is not RuntimeError or self._mesh.shape[self._plan.axis] == 1:
+            if type(error) is not RuntimeError or self._mesh.shape.get(self._plan.axis, 1) == 1:
                 raise
             raise self._explain(error) from error
 
@@ -242,7 +282,7 @@ class _ParallelCall:
             self._plan = self._remake()  # parameters have been tied since it was made
             self._mapped.clear()
         parameters = {
-            name: pack(value, self._plan.packed.get(name), self._mesh, self._plan.axis)
+            name: pack(value, self._plan.packed.get(name), self._mesh, self._plan.specs[name])
             for name, value in named.items()
         }
         buffers = dict(self._module.named_buffers())
@@ -296,9 +336,10 @@ def _body(
         if path == ROOT:
             vars(copy)["forward"] = _rebound(original, copy)
         style_forward(plan, path, copy, shared)
+        units.adapt(path, copy)
 
-    values = {name: unpack(value, plan.packed.get(name)) for name, value in parameters.items()}
-    bound = BoundModule(module, values, buffers, adapt)
+    units = Units(plan, parameters)
+    bound = BoundModule(module, units.values, buffers, adapt)
     caches = closed(frames, tensors)
     own(caches)
     args, kwargs = put_back((args, kwargs), caches)
@@ -360,6 +401,35 @@ def _reject_units(module: nn.Module) -> None:
             )
 
 
+def _optional(module: nn.Module, plan: object, styles: Any) -> frozenset[str]:
+    """Returns the keys of plans that came with the module, which may match nothing in it."""
+    if plan is None:
+        return frozenset(styles)
+    own = [getattr(module, name, None) or () for name in ("_tp_plan", "_ep_plan")]
+    return frozenset(key for keys in own for key in keys)
+
+
+def _reject_caches(mesh: Mesh, data: Data) -> None:
+    """Requires that a cache of keys and values can be used with data axes.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    axes = ", ".join(map(repr, data.axes))
+    if mesh.kind in PROCESS_KINDS:
+        raise SpecError(
+            f"parallelize: a cache of keys and values is passed, and {axes} has other rows on each "
+            "rank, which generate() does not know.\n"
+            "Fix: parallelize without dp= and fsdp= for generation."
+        )
+    if data.shards is not None and data.reshard and torch.is_grad_enabled():
+        raise SpecError(
+            "parallelize: a cache of keys and values is passed, and the layers are recomputed in "
+            "the backward, which would fill it twice.\n"
+            "Fix: torch.no_grad(), or reshard_after_forward=False."
+        )
+
+
 def _described(module: nn.Module, src_data_rank: int | None, plan: Plan) -> Iterator[str]:
     """Describes what is placed, by lines that are equal where ranks place alike."""
     for name, x in module.named_parameters():
@@ -370,17 +440,19 @@ def _described(module: nn.Module, src_data_rank: int | None, plan: Plan) -> Iter
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:
     """Replaces all parameters by DTensors; a shared one stays shared."""
 
-    def put(value: Tensor, split: Split | None) -> DTensor:
-        placements = placements_of_split(mesh, split, plan.axis)
+    def put(value: Tensor, split: Split | None, spec: P) -> DTensor:
+        placements = placements_of_split(mesh, split, spec)
         return distribute_tensor(
             value.detach(), mesh.device_mesh, placements, src_data_rank=src_data_rank
         )
 
     parameters = {
-        old: nn.Parameter(put(old, plan.splits[name]), requires_grad=old.requires_grad)
+        old: nn.Parameter(
+            put(old, plan.splits[name], plan.specs[name]), requires_grad=old.requires_grad
+        )
         for name, old in module.named_parameters()
     }
-    buffers = {old: put(old, None).to_local() for old in module.buffers()}
+    buffers = {old: put(old, None, P()).to_local() for old in module.buffers()}
     for owner in module.modules():
         owner._parameters.update(
             {name: parameters[old] for name, old in owner._parameters.items() if old is not None}

@@ -1,7 +1,7 @@
 """Plan: the style of each module below a root, and how each parameter is sharded."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from types import MappingProxyType
@@ -13,13 +13,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.parallel.data import Data
 from shardmap_torch.parallel.kinds import kind_of
 from shardmap_torch.parallel.styles import KNOWN, Layouts, LocalAttributes, layouts_of, mistakes
-from shardmap_torch.parallel.words import WORDS, Split
+from shardmap_torch.parallel.words import WORDS, Split, spec_of_split
 from shardmap_torch.spec import P, mismatches
 
 ROOT: Final = ""
 """The key of a plan that stands for the module itself."""
+
+_NO_DATA: Final = Data()
 
 Style: TypeAlias = ParallelStyle | str
 """A style of torch's or ours, or the word that transformers has for one."""
@@ -34,19 +37,21 @@ class Plan:
         styles: styles and their layouts, by the path of the module.
         splits: how parameters are sharded, by name; a shared one is under its first name.
         words: the styles as the plan has them, by the path of the module or parameter.
+        specs: those of the parameters, by name; where one has several parts, these are a dim of it.
         unused: keys of a plan that the module carries which match nothing in it.
+        data: the axes of rows.
+        units: layers that are gathered by themselves: by path, the names of their parameters in the
+            root by those in the layer.
     """
 
     axis: str
     styles: Mapping[str, Layouts]
     splits: Mapping[str, Split | None]
     words: Mapping[str, Style]
+    specs: Mapping[str, P]
     unused: Sequence[str] = ()
-
-    @cached_property
-    def specs(self) -> dict[str, P]:
-        """Specs of the parameters, by name; where one has several parts, these are a dim of it."""
-        return {name: spec_of_split(split, self.axis) for name, split in self.splits.items()}
+    data: Data = _NO_DATA
+    units: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @cached_property
     def packed(self) -> dict[str, Split]:
@@ -66,6 +71,7 @@ class Plan:
             {key[len(start) :]: each for key, each in self.styles.items() if key.startswith(start)},
             {name: self.splits[names[name]] for name in names},
             {key[len(start) :]: each for key, each in self.words.items() if key.startswith(start)},
+            {name: self.specs[names[name]] for name in names},
         )
 
     @property
@@ -93,7 +99,8 @@ def make_plan(
     mesh: Mesh,
     styles: Style | Mapping[str, Style],
     axis: str,
-    is_carried: bool = False,
+    optional: Collection[str] = (),
+    data: Data = _NO_DATA,
 ) -> Plan:
     """Resolves the module of each entry, and how each parameter is sharded.
 
@@ -102,13 +109,14 @@ def make_plan(
         mesh: the mesh.
         styles: the plan.
         axis: the axis of its layouts.
-        is_carried: whether the module came with the plan, whose entries may then match nothing.
+        optional: keys that may match nothing: those of plans that came with the module.
+        data: the axes of rows.
 
     Raises:
         SpecError: names all entries that match nothing, or modules they cannot parallelize; or all
             parameters that do not divide, or that modules share but shard differently.
     """
-    entries = _Entries(module, is_carried)
+    entries = _Entries(module, optional)
     entries.resolve({ROOT: styles} if isinstance(styles, ParallelStyle | str) else styles)
     splits = _splits(module, entries, axis)
     parameters = dict(module.named_parameters())
@@ -127,15 +135,34 @@ def make_plan(
         MappingProxyType(layouts),
         MappingProxyType(splits),
         MappingProxyType(entries.words),
+        data.shard({name: value.shape for name, value in parameters.items()}, splits, axis, mesh),
         tuple(entries.unused),
+        data,
+        {} if data.shards is None else _units(module),
     )
 
 
-def spec_of_split(split: Split | None, axis: str) -> P:
-    """Returns the spec of a parameter; its parts are a dim of their own, before the sharded one."""
-    if split is None:
-        return P()
-    return P(*[None] * (split.dim + (split.parts > 1)), axis)
+def _units(module: nn.Module) -> dict[str, dict[str, str]]:
+    """Finds the layers: what lists of modules have that lie in no other, and who owns what."""
+    paths: list[str] = []
+    for path, each in module.named_modules():
+        is_within = any(path.startswith(f"{unit}.") for unit in paths)
+        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not is_within:
+            paths += [f"{path}.{name}" if path else name for name, _ in each.named_children()]
+    names = {id(value): name for name, value in module.named_parameters()}
+    users: dict[int, set[str]] = {}
+    for name, value in module.named_parameters(remove_duplicate=False):
+        owner = next((unit for unit in paths if name.startswith(f"{unit}.")), ROOT)
+        users.setdefault(id(value), set()).add(owner)
+    units = {
+        path: {
+            local: names[id(value)]
+            for local, value in module.get_submodule(path).named_parameters()
+            if users[id(value)] == {path}
+        }
+        for path in paths
+    }
+    return {path: own for path, own in units.items() if own}
 
 
 def _indivisible(shape: Sequence[int], split: Split | None, axis: str, mesh: Mesh) -> list[str]:
@@ -161,8 +188,8 @@ class _Entries:
         unused: keys that match nothing, where that is no error.
     """
 
-    def __init__(self, module: nn.Module, is_carried: bool) -> None:
-        self._module, self._is_carried = module, is_carried
+    def __init__(self, module: nn.Module, optional: Collection[str]) -> None:
+        self._module, self._optional = module, optional
         self._paths = {id(target): path for path, target in module.named_modules()}
         self._keys: dict[str, str] = {}
         self.styles: dict[str, ParallelStyle] = {}
@@ -187,7 +214,7 @@ class _Entries:
         named = [] if targets or isinstance(style, ParallelStyle) else self._named(key)
         if not targets and not named:
             self.unused.append(key)
-            if not self._is_carried:
+            if key not in self._optional:
                 yield f"{key!r} matches no module{_hint(self._module, key)}"
         for name, value in named:
             self.words[name] = style

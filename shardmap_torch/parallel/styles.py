@@ -44,6 +44,14 @@ class ExpertsParallel(_Ours):
     """
 
 
+class ExpertsDispatch(_Ours):
+    """Gives each rank some of the experts whole: a module of 3-d weights, which ranks add up.
+
+    Its inputs are rows, the numbers of their experts and the weights of these, equal on all ranks;
+    a rank gives its experts those of their rows, and the sum over the ranks is the output.
+    """
+
+
 class LocalAttributes(_Ours):
     """Divides integers of a module by the number of ranks: numbers of heads, sizes of a split."""
 
@@ -75,6 +83,7 @@ KNOWN: Final = (
     PackedColwiseParallel,
     ReplicatedParallel,
     ExpertsParallel,
+    ExpertsDispatch,
     LocalAttributes,
 )
 
@@ -123,7 +132,8 @@ def layouts_of(style: Any, module: nn.Module) -> Layouts:
         shard = style.sequence_sharding[0]
         return Layouts(style, [(shard, shard)], {}, [(shard, shard)])
     if isinstance(style, _Ours):
-        summed = [(Partial(), Replicate())] if isinstance(style, ExpertsParallel) else None
+        is_summed = isinstance(style, ExpertsParallel | ExpertsDispatch)
+        summed = [(Partial(), Replicate())] if is_summed else None
         return Layouts(style, outputs=summed)
     if isinstance(style, PrepareModuleInput):
         have, desired = style.input_kwarg_layouts, style.desired_input_kwarg_layouts

@@ -15,10 +15,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardmap_torch.parallel.styles import (
+    ExpertsDispatch,
     ExpertsParallel,
     PackedColwiseParallel,
     ReplicatedParallel,
 )
+from shardmap_torch.spec import P
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class Split:
 
     dim: int
     parts: int = 1
+
+
+def spec_of_split(split: Split | None, axis: str) -> P:
+    """Returns the spec of a parameter; its parts are a dim of their own, before the sharded one."""
+    if split is None:
+        return P()
+    return P(*[None] * (split.dim + (split.parts > 1)), axis)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,12 @@ WORDS: Final[Mapping[str, Word]] = MappingProxyType(
         "packed_colwise": Word(PackedColwiseParallel(parts=2), Split(-2, 2), Split(-1, 2)),
         "packed_rowwise": Word(ReplicatedParallel(), Split(-1, 2)),
         "moe_tp_experts": Word(ExpertsParallel()),
+        "ep_dispatch_experts": Word(ExpertsDispatch()),
+        "grouped_gemm": Word(ReplicatedParallel(), Split(0), Split(0)),
+        # Ranks add up what experts return, so one of them returns its input.
+        "moe_identity_expert": Word(
+            PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Partial())
+        ),
         "all_reduce": Word(
             PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
         ),
@@ -81,4 +96,4 @@ WORDS: Final[Mapping[str, Word]] = MappingProxyType(
         "replicate": _REPLICATED,
     }
 )
-"""The style strings of transformers 5; those of expert parallelism have no counterpart here."""
+"""The style strings of transformers 5."""

@@ -59,11 +59,11 @@ def train(case: str, module: nn.Module) -> tuple[list[float], dict[str, Tensor]]
     return numbers, {name: global_value(value) for name, value in module.named_parameters()}
 
 
-def both(case: str, mesh: Mesh, axis: str | None = None) -> None:
+def both(case: str, mesh: Mesh, axis: str | None = None, **data: Any) -> None:
     make, plan = CASES[case]
     torch.manual_seed(0)
     own = make()
-    ours = parallelize(copy.deepcopy(own), mesh, plan, axis=axis)
+    ours = parallelize(copy.deepcopy(own), mesh, plan, axis=axis, **data)
     torch.testing.assert_close(train(case, ours), train(case, own), rtol=1e-9, atol=1e-9)
 
 

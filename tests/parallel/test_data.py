@@ -1,0 +1,226 @@
+"""Rows of the batch over data axes, and parameters sharded over one, against one device."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional
+
+import shardmap_torch.nn.fsdp as gathers
+from shardmap_torch import (
+    Mesh,
+    P,
+    SpecError,
+    from_local,
+    make_mesh,
+    parallel,
+    parallelize,
+)
+from tests.parallel import models
+from tests.parallel.support.plans import llama_plan, mlp_plan
+from tests.parallel.support.transformers_models import make_batch, make_model
+from tests.parallel.test_training import both
+from tests.programs.support.harness import global_value, worker_mesh
+from tests.support.pool import Gloo
+
+# vmap computes torch's fused attention rank by rank where it runs without a graph, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+MODES: dict[str, dict[str, Any]] = {
+    "replicas": {"dp": "dp"},
+    "shards, gathered again in the backward": {"fsdp": "dp"},
+    "shards, kept for the backward": {"fsdp": "dp", "reshard_after_forward": False},
+}
+
+
+def grid(*sizes: int, simulate: Any = "auto") -> Mesh:
+    names = ("replica", "dp", "tp")[-len(sizes) :]
+    return make_mesh(sizes, names, kind="simulated", simulate=simulate)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_three_steps_on_simulated_ranks_are_those_of_one_device(mode: str) -> None:
+    both("Llama", grid(2, 2), **MODES[mode])
+
+
+def test_ranks_of_their_own_shards_of_replicas_and_meshes_without_styles() -> None:
+    both("Llama", grid(2, 2, simulate="ranks"), fsdp="dp")
+    both("Llama", grid(2, 1, 2), dp="replica", fsdp="dp")
+    both("MLP", grid(2, 1, 2), dp=("replica", "dp"))
+    own = models.Llama(num_layers=2)
+    ours = parallelize(copy.deepcopy(own), make_mesh((2,), ("dp",), kind="simulated"), fsdp="dp")
+    tokens = torch.randint(12, (4, 5))
+    torch.testing.assert_close(ours(tokens), own(tokens))
+
+
+def weighted(out: Tensor) -> Tensor:
+    return (out * torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "t5"])
+def test_tied_packed_and_repeated_parameters_of_transformers(name: str) -> None:
+    one = make_model(name, num_layers=1 if name == "t5" else 2).double()
+    ours = parallelize(copy.deepcopy(one), grid(2, 2), fsdp="dp")
+    batch = make_batch(name)
+    inputs = {"input_ids": batch["input_ids"]}
+    if name == "t5":
+        inputs["decoder_input_ids"] = batch["labels"]
+    for model in (one, ours):
+        weighted(model(**inputs).logits).backward()
+    for key, value in one.named_parameters():
+        found = ours.get_parameter(key).grad
+        torch.testing.assert_close(found, value.grad, rtol=1e-8, atol=1e-8, msg=key)
+
+
+def on_processes(mode: str) -> list[Any]:
+    """Three steps with each process' rows; returns the placements of three parameters."""
+    mesh = worker_mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    own = models.Llama(num_layers=2)
+    ours = parallelize(copy.deepcopy(own), mesh, llama_plan(parallel), **MODES[mode])
+    at = dist.get_rank() // 2 * 2  # the first of its rows
+
+    def train(model: nn.Module, rows: slice, place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(3):
+            tokens = torch.randint(12, (4, 5), generator=torch.Generator().manual_seed(step))[rows]
+            optimizer.zero_grad()
+            logits = model(tokens[:, :-1]).transpose(1, 2)
+            loss = functional.cross_entropy(logits, place(tokens[:, 1:]))
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            found += [global_value(loss.detach()), global_value(norm)]
+        return found + [global_value(value) for value in model.parameters()]
+
+    found = train(ours, slice(at, at + 2), lambda x: from_local(x, mesh, P("dp")))
+    expected = train(own, slice(None), lambda x: x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    names = ("layers.0.feed_forward.w1.weight", "layers.1.attention.wo.weight", "norm.weight")
+    placed: list[Any] = [ours.get_parameter(name) for name in names]
+    return [value.placements for value in placed]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_three_steps_on_processes_are_those_of_one_device(mode: str, gloo: Gloo) -> None:
+    tp = [Shard(0), Shard(1), Replicate()]
+    dp = [Replicate()] * 3 if mode == "replicas" else [Shard(1), Shard(0), Shard(0)]
+    for found in gloo(4).run(on_processes, mode, timeout=120):
+        assert found == [*zip(dp, tp, strict=True)]
+
+
+def packed_and_ahead() -> list[int]:
+    """GPT-2, whose c_attn has three parts; returns which layers are gathered early."""
+    mesh = worker_mesh((2, 2), ("dp", "tp"))
+    one = make_model("gpt2", num_layers=3).double()
+    ours = parallelize(copy.deepcopy(one), mesh, fsdp="dp")
+    ids = make_batch("gpt2")["input_ids"]
+    at = dist.get_rank() // 2
+    out = ours(input_ids=ids[at : at + 1]).logits
+    assert isinstance(out, DTensor)
+    begun: list[int] = []
+    real = gathers.LayerGathers._begin
+
+    def begin(self: Any, index: int) -> None:
+        begun.append(index)
+        real(self, index)
+
+    with mock.patch.object(gathers.LayerGathers, "_begin", begin):
+        ours(input_ids=ids[at : at + 1]).logits.square().sum().backward()
+    one(input_ids=ids).logits.square().sum().backward()
+    for key, value in one.named_parameters():
+        found = ours.get_parameter(key)
+        torch.testing.assert_close(global_value(found), value)
+        torch.testing.assert_close(global_value(found.grad), value.grad, msg=key)
+    with pytest.raises(SpecError) as caught:
+        ours.generate(input_ids=ids, max_new_tokens=2)
+    assert str(caught.value) == (
+        "parallelize: a cache of keys and values is passed, and 'dp' has other rows on each rank, "
+        "which generate() does not know.\n"
+        "Fix: parallelize without dp= and fsdp= for generation."
+    )
+    return begun
+
+
+def test_each_layer_is_gathered_while_the_one_before_computes(gloo: Gloo) -> None:
+    for begun in gloo(4).run(packed_and_ahead, timeout=120):
+        assert begun == [1, 2, 1, 0]
+
+
+@pytest.mark.slow
+def test_generation_on_simulated_ranks_of_shards() -> None:
+    one = make_model("llama", num_layers=1).eval()
+    ours = parallelize(copy.deepcopy(one), grid(2, 2), fsdp="dp")
+    ids = make_batch("llama")["input_ids"]
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    found = ours.generate(input_ids=ids, **options)
+    assert found.tolist() == one.generate(input_ids=ids, **options).tolist()
+    with torch.no_grad():
+        cache = ours(input_ids=ids).past_key_values
+    with pytest.raises(SpecError) as caught:
+        ours(input_ids=ids, past_key_values=cache)
+    assert str(caught.value) == (
+        "parallelize: a cache of keys and values is passed, and the layers are recomputed in the "
+        "backward, which would fill it twice.\n"
+        "Fix: torch.no_grad(), or reshard_after_forward=False."
+    )
+
+
+def test_a_loss_of_the_rows_of_each_rank_is_rejected() -> None:
+    model = parallelize(make_model("llama", num_layers=1), grid(2, 2), fsdp="dp")
+    ids = make_batch("llama")["input_ids"]
+    with pytest.raises(SpecError) as caught:
+        model(input_ids=ids, labels=ids)
+    assert str(caught.value) == (
+        "parallelize: a result is a number that differs over 'dp', as the loss of each rank's "
+        "rows, and which number is that of the batch is not known.\n"
+        "Fix: compute the loss outside, of the logits that the module returns (without labels=)."
+    )
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"dp": 3},
+        "parallelize: dp is an axis or a tuple of axes, and fsdp an axis, not 3.",
+    ),
+    (
+        {"fsdp": ("dp", "tp")},
+        "parallelize: dp is an axis or a tuple of axes, and fsdp an axis, not ('dp', 'tp').",
+    ),
+    (
+        {"fsdp": "data"},
+        "parallelize: dp and fsdp are axes of the mesh, 'dp', 'tp', not 'data'.",
+    ),
+    (
+        {"fsdp": "dp", "dp": "dp"},
+        "parallelize: 'dp' is named twice; axis, dp and fsdp are different axes.",
+    ),
+    (
+        {"fsdp": "tp", "axis": "tp"},
+        "parallelize: 'tp' is named twice; axis, dp and fsdp are different axes.",
+    ),
+    (
+        {"fsdp": "dp", "reshard_after_forward": 2},
+        "parallelize: reshard_after_forward is True or False, not 2.",
+    ),
+    (
+        {"fsdp": "dp", "dp": "tp"},
+        "parallelize: the plan has styles, and dp and fsdp take all axes of the simulated mesh "
+        "(dp=2, tp=2).\n"
+        "Fix: a mesh with an axis for the styles; or no plan.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG)
+def test_axes_that_cannot_be_are_an_error(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parallelize(models.mlp(), grid(2, 2), mlp_plan(parallel), **options)
+    assert str(caught.value) == text
