@@ -24,8 +24,8 @@ from shardmap_torch import (
 )
 from tests.parallel import models
 from tests.parallel.support.plans import llama_plan, mlp_plan
+from tests.parallel.support.training import both
 from tests.parallel.support.transformers_models import make_batch, make_model
-from tests.parallel.test_training import both
 from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.pool import Gloo
 
