@@ -5,8 +5,9 @@ Within a section (a heading and what follows it), in order, in one folder and on
 - A `python` block is executed. If its first line is `# name.py`, it is saved under that name too,
   and messages name its lines by it. Lines of other blocks move with the page: none may be shown.
 - A `text` block is the whole output of the `python` block before it; without one, that prints none.
-- A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command. With
-  pools of processes `torchrun` runs its script on the ranks of one, which have imported torch.
+- A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command. `python`
+  runs in a process that has imported torch, unless it is for pytest, which rewrites what it imports;
+  `torchrun` on the ranks of a pool, where there is one.
 - A `{code-cell}` of a notebook is executed; all cells of a page are one section. Other directives
   of the site, as `{toctree}`, are no blocks.
 - `<!-- not run: reason -->` on the line before a block leaves it out. No other block is left out.
@@ -21,10 +22,11 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.support.pool import Gloo
+from tests.support.pool import Gloo, run_alone
 
 FENCE = re.compile(r"^```(\w*|\{[\w-]+\}[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CELL = "{code-cell}"
@@ -102,7 +104,9 @@ def _execute(block: Block, namespace: dict[str, Any], folder: Path, filename: st
 
 def _command(command: str, folder: Path, gloo: Gloo | None) -> str:
     program, *arguments = shlex.split(command.removeprefix("$ "))
-    if program == "torchrun" and gloo is not None:
+    if program == "python" and "pytest" not in arguments:
+        return run_alone(partial(_python, folder, arguments))
+    if gloo is not None:
         flag, num_ranks, script = arguments
         assert flag == "--nproc-per-node"
         return "".join(gloo(int(num_ranks)).run(_printed_by, folder / script))
@@ -116,6 +120,21 @@ def _command(command: str, folder: Path, gloo: Gloo | None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _python(folder: Path, arguments: list[str]) -> str:
+    """Does what `python *arguments` does, and returns what it prints."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    run_it = runpy.run_module if is_module else runpy.run_path
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            run_it(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, printed.getvalue()
+    return printed.getvalue()
 
 
 def _printed_by(script: Path) -> str:
