@@ -48,7 +48,7 @@ def all_reduce(
 ) -> X:
     """Combines the values of all ranks of `axis`; every rank gets the result.
 
-    Shape: unchanged; any. Types: P (or V) becomes `dst`, R or I; for max and min V becomes `dst`.
+    Shape: unchanged; any. Types: Partial (or V) becomes `dst`, R or I; for max and min V does.
     Backward: `dst=R` all-reduces the cotangents; `dst=I` passes them on without communication,
     since they are equal already. Max and min give the cotangent to the ranks that hold the
     extremum, in equal parts. Sends 2(n-1)/n * x.nbytes per rank on a ring of n ranks.
@@ -57,7 +57,7 @@ def all_reduce(
         x: a tensor or a pytree of tensors. Booleans are summed as int64, as `Tensor.sum` does.
         axis: an axis name, or several that act as one.
         dst: R when the ranks use the result in different ways, I when all repeat one computation.
-        src: P or V, for the reader; both are accepted.
+        src: Partial or V, for the reader; both are accepted.
         op: "sum", "mean", "max" or "min".
         comm_dtype: dtype in which the values are sent and are added.
         grad_comm_dtype: the same for the backward; needed beside a `comm_dtype` that rounds, where
@@ -147,7 +147,8 @@ def reduce_scatter(
 
     Shape: `dim` of size d becomes d/n; with `tiled=False` it must be n and goes away; with `sizes`
     it is sum(sizes) and becomes max(sizes), rank r holding sizes[r] rows and zeros below.
-    Types: P (or V) becomes S(dim). Backward: all_gather(dst=R). Sends (n-1)/n * x.nbytes per rank.
+    Types: Partial (or V) becomes S(dim). Backward: all_gather(dst=R). Sends (n-1)/n * x.nbytes per
+    rank.
 
     Args:
         x: a tensor or a pytree of tensors.

@@ -29,7 +29,7 @@ def psum(
     the axis size. Booleans are counted, as int64. With `src` I or R the result is n*x, computed
     locally.
 
-    Types: V or P becomes I. Backward: the cotangent as it is. Sends as `all_reduce`.
+    Types: V or Partial becomes I. Backward: the cotangent as it is. Sends as `all_reduce`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -120,7 +120,8 @@ def psum_scatter(
     """Sums `x` over the ranks of `axis_name` and leaves each its shard along `scatter_dimension`.
 
     Shape: `scatter_dimension` must be n, the number of ranks and goes
-    away; with `tiled=True` its size d becomes d/n. Types: V or P becomes V. Backward: all_gather.
+    away; with `tiled=True` its size d becomes d/n. Types: V or Partial becomes V. Backward:
+    all_gather.
     Sends as `reduce_scatter`.
 
     Example:
