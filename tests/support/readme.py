@@ -5,8 +5,8 @@ Within a section (a heading and what follows it), in order, in one folder and on
 - A `python` block is executed. If its first line is `# name.py`, it is saved under that name too,
   and messages name its lines by it. Lines of other blocks move with the page: none may be shown.
 - A `text` block is the whole output of the `python` block before it; without one, that prints none.
-- A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command. `python`
-  runs in a process that has imported torch, unless it is for pytest, which rewrites what it imports;
+- A `console` block is `$ torchrun ...` or `$ python ...` and the whole output of that command.
+  `python` runs in a process that has imported torch, but pytest, which rewrites what it imports;
   `torchrun` on the ranks of a pool, where there is one.
 - A `{code-cell}` of a notebook is executed; all cells of a page are one section. Other directives
   of the site, as `{toctree}`, are no blocks.
@@ -129,11 +129,13 @@ def _python(folder: Path, arguments: list[str]) -> str:
     is_module = arguments[0] == "-m"
     sys.argv = arguments[is_module:]
     run_it = runpy.run_module if is_module else runpy.run_path
+    code: object = 0
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             run_it(sys.argv[0], run_name="__main__")
         except SystemExit as ended:
-            assert not ended.code, printed.getvalue()
+            code = ended.code
+    assert not code, printed.getvalue()
     return printed.getvalue()
 
 
