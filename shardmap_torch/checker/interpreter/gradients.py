@@ -83,6 +83,7 @@ def hand_over(
     handed = []
     for operand, gradient in zip(operands, gradients, strict=True):
         if gradient is not None and id(gradient) in added_to:
+            # Others may hold this tensor, so that no copy can stand for it.
             own = interpreter.storage_type(gradient)
             own.types = _summed(interpreter.storage_type(operand).types, own.types)
         elif gradient is not None:

@@ -130,6 +130,16 @@ class _Functions(TorchFunctionMode):
             raise
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch in the body, step by step.
+
+        1. Values of the user's own Functions are kept, and what batched bodies lack is noted.
+        2. Differentiations, Python values and questions for addresses have handlers of their own.
+        3. Numbers by rank, positions and einsum are rewritten: after 2, whose handlers would not
+           know the calls that come of it.
+        4. Numbers taken from tensors get stand-ins: after 3, which takes them apart.
+        5. The function runs, on fake tensors.
+        6. Results that may share memory, have no gradient or are parts of a tensor are marked.
+        """
         if func is custom_function_call:
             custom_functions.meet(self._interpreter, args[0], args)
             self._interpreter.needs_ranks(without_rule(args[0]))

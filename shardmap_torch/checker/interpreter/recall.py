@@ -64,6 +64,7 @@ def find(
     interpreter: "Interpreter", op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Found | None:
     """Looks a call up; None where it cannot be remembered."""
+    # Hooks run the user's code at each tensor that autograd saves, equal calls included.
     if interpreter.is_special or has_saving_hooks():
         return None
     call = look_up(interpreter.fake, op, args, kwargs)
@@ -72,7 +73,7 @@ def find(
     types = interpreter.types_by_storage
     try:
         storage_types = [types[seen[2]] for seen in call.seen]
-    except KeyError:
+    except KeyError:  # a tensor without a type, which the full road reports
         return None
     known = described(call)
     if known is None or known.number is None:
@@ -110,6 +111,7 @@ def learn(
         return
     if may_draw(op) and draws(op, arguments):
         return
+    # The node decides the rule in a linear backward, and the key does not say which runs.
     if signature_of(op).branches or is_in_linear_backward():
         return
     equation = interpreter.equations[-1]

@@ -321,6 +321,7 @@ def _outcome(row: Row, typing: _Typing, arguments: Mapping[str, Any]) -> Outcome
             return Refusal(axis, outcome, outcome.reason)
         if outcome in (V, Partial) and branches(signature, arguments):
             return Refusal(axis, Conflict(outcome, None, BRANCH), BRANCH)
+        # Draws with a pending sum as a parameter are no addends of a draw with the sum.
         if random and outcome == Partial:
             return Refusal(axis, Conflict(Partial, None, BITS), BITS)
         own = random and (drawn is None or drawn[axis] == V)
