@@ -109,7 +109,7 @@ def _note_cause(request: Request, error: Exception) -> None:
     with DisableTorchFunction():  # which would refuse arguments of a transform outside
         for at in sharded[:_SHOWN]:
             shape, spec = request.sizes.of(call.leaves, at), call.match.spec(at)
-            sizes = f"{list(local_shape(shape, spec, call.mesh))} there, of {list(shape)}"
+            sizes = f"{list(local_shape(shape, spec, call.mesh))}, a shard of {list(shape)}"
             shown.append(f"{call.match.paths[at]} is {sizes} by {spec!r}")
     error.add_note(f"In the body of {call.name} tensors are shards: {'; '.join(shown)}.")
 

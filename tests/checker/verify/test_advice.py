@@ -183,7 +183,7 @@ def test_an_error_of_the_body_tells_the_shapes_of_shards() -> None:
         with pytest.raises(RuntimeError) as error:
             call(X, W)
         assert error.value.__notes__ == [
-            "In the body of <lambda> tensors are shards: x is [8, 2] there, "
+            "In the body of <lambda> tensors are shards: x is [8, 2], a shard "
             "of [8, 4] by P(None, 'tp')."
         ]
 
