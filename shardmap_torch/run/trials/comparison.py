@@ -41,7 +41,7 @@ _ROUNDING: Final = 1e-14
 _SHARE: Final = 1e-2
 """The part of a difference that such rounding must not make."""
 
-_TIES: Final = 2
+_TIES: Final = 3
 """Minimal number of trials with equal entries, where these may matter."""
 
 _PROBES: Final = 16
@@ -71,7 +71,6 @@ class Comparison:
     _seen: tuple[Seen, Seen] = field(default_factory=lambda: (Seen(), Seen()))
     _excused: Seen = field(default_factory=Seen)
     _steps: tuple[Steps, Steps] = ((), ())
-    _leaves_open: bool = False
     _ties: bool = False
     _summarizes: bool = False
     _unknown: UntriedError | None = None
@@ -111,7 +110,7 @@ class Comparison:
             draw = replace(next(draws), style=style)
             if self._try(draw, partly=True):
                 dependence.look(draw, self._lost)
-        for number, style in enumerate(TIED if self._ties and not self._leaves_open else ()):
+        for number, style in enumerate(TIED if self._ties else ()):
             if number < _TIES or self._seen[0].lacks_ties:
                 self._try(replace(next(draws), style=style), partly=True)
         for style in LEVELLED if self._summarizes else ():
@@ -233,7 +232,6 @@ class Comparison:
         lost = self._require_equal(values, expected, draw)
         self.num_trials += 1
         self._steps = one.steps, ranks.steps
-        self._leaves_open |= one.leaves_open or ranks.leaves_open
         self._ties |= one.ties or ranks.ties
         self._summarizes |= one.summarizes or ranks.summarizes
         self._unknown = self._unknown or one.unknown or ranks.unknown

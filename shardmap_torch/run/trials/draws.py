@@ -104,8 +104,11 @@ LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
 LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in LEVELS for usual in LEVELS)
 """Styles in which one block is another than the rest, which conditions on many entries tell."""
 
-TIED: Final = (Style(tied=True), Style(tied=True, scale=0.5)) * 12
-"""Styles in which what is largest is so several times."""
+TIED: Final = (
+    *(Style(tied=True, scale=scale) for scale in (1.0, 0.3, 0.0)),
+    *(Style(tied=True), Style(tied=True, scale=0.5)) * 11,
+)
+"""Styles in which what is largest is so several times; in the third all numbers are 0."""
 
 _MANY: Final = 1 << 20
 """The range of integers that index nothing."""

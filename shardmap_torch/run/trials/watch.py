@@ -259,7 +259,6 @@ class Watched(_Body):
         masks: large numbers that it writes where something is hidden.
         parts: into how many parts ranks divide a dim, on one device.
         steady: whether random numbers are all the same; else they are refused.
-        leaves_open: whether torch leaves open which of equal entries it takes.
         ties: whether equal entries may matter in it.
         unknown: what is raised at the end, unless the ranks compute something else.
         summarizes: whether it makes one boolean or integer of many entries.
@@ -278,7 +277,6 @@ class Watched(_Body):
     masks: set[float] = field(default_factory=set)
     parts: int = 1
     steady: bool = False
-    leaves_open: bool = False
     ties: bool = False
     summarizes: bool = False
     unknown: UntriedError | None = None
@@ -443,7 +441,6 @@ class _Watch(_Wide):
         if name in operators.SELECTED:
             self._watched.summarizes = True
             self._watched.ties |= name in ("argmax", "argmin")
-            self._watched.leaves_open |= name not in ("argmax", "argmin")
             chosen = operators.chosen(name, arguments, out, self._watched.parts)
             self._meet(name, chosen, False)
             return
