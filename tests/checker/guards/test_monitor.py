@@ -32,6 +32,7 @@ from shardmap_torch import (
     ppermute,
     shard_map,
 )
+from shardmap_torch.checker.guards.monitor import CheckedStep, Departure, RunMonitor, depart
 from tests.programs.support.everywhere import ON_EVERY_MESH, ON_REAL_RANKS, run_on, same
 from tests.programs.support.harness import worker_mesh
 from tests.support.pool import Gloo
@@ -398,3 +399,12 @@ def test_a_process_does_not_wait_for_a_message_that_is_not_sent(gloo: Gloo) -> N
     waiting = r"  rank 0 waits in #\d+ call \d+ of sent_by_flag: ppermute\('a', V -> V\) of "
     assert re.search(rf"{waiting}float32\[2\] at test_monitor\.py:{line}, begun\n", first[1])
     assert "comes to the end, where the program has ppermute('a', V -> V)" in first[1] + second[1]
+
+
+@pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2).double(), torch.ones(2, 1)])
+def test_an_operand_of_another_shape_or_dtype_is_another_step(other: Tensor) -> None:
+    start = CheckedStep()
+    start.then("a sum", torch.ones(2))
+    RunMonitor(start, depart).on_operation("a sum", torch.ones(2))
+    with pytest.raises(Departure, match=r"the checked program: a sum of float32\[2\]"):
+        RunMonitor(start, depart).on_operation("a sum", other)
