@@ -7,7 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardmap_torch.boundary.matching import check_inputs, crosses, in_finest, is_spec, spec_of
+from shardmap_torch.boundary.matching import (
+    check_inputs,
+    crosses,
+    in_finest,
+    is_spec,
+    spec_of,
+    unknown_axes,
+)
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.hashing import sampled_hash
@@ -170,16 +177,13 @@ def _check_local(
         if not crosses(leaf):
             continue
         spec = spec_of(leaf)
-        unknown = sorted(spec.named - set(mesh.axis_names))
-        if unknown:
-            problems.append(f"{leaf.path}: {spec!r} names {unknown}, which the mesh does not have")
-        problems += [f"{leaf.path}: {problem}" for problem in longer(spec, leaf.value.ndim)]
+        wrong = unknown_axes(spec, mesh.axis_names) + longer(spec, leaf.value.ndim)
+        problems += [f"{leaf.path}: {problem}" for problem in wrong]
         if is_dtensor(leaf.value):
             problems.append(f"{leaf.path}: is a DTensor already; from_local takes local tensors")
     if problems:
-        raise SpecError(
-            listing(f"from_local: the values do not match their specs on the {mesh}:", problems)
-        )
+        head = f"from_local: the values do not match their specs on the {mesh}:"
+        raise SpecError(listing(head, problems))
     return placed
 
 

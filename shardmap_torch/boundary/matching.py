@@ -264,13 +264,18 @@ def in_finest(mesh: Mesh, leaf: Placed[Spec]) -> Placed[Spec]:
     return Placed(leaf.path, leaf.value, expanded(leaf.spec, mesh.aliases))
 
 
+def unknown_axes(spec: P, axes: Sequence[str]) -> list[str]:
+    """Explains that a spec names others than these axes: one sentence, none where it does not."""
+    unknown = ", ".join(map(repr, sorted(spec.named - set(axes))))
+    here = ", ".join(axes)
+    return [f"{spec!r} names {unknown}, but the axes here are {here}"] if unknown else []
+
+
 def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> list[str]:
     if leaf.spec is None:
         return []
-    unknown = sorted(leaf.spec.named - set(mapped))
-    if unknown:
-        names = ", ".join(map(repr, unknown))
-        return [f"{leaf.spec!r} names {names}, but the axes here are {', '.join(mapped)}"]
+    if unknown := unknown_axes(leaf.spec, mapped):
+        return unknown
     if isinstance(leaf.value, Tensor):
         odd = _unsupported(leaf.value)
         return odd or mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
@@ -358,12 +363,8 @@ def place_results(
     for leaf in placed:
         problems += [f"{leaf.path}: {p}" for p in _result_problems(leaf, mapped)]
     if problems:
-        raise SpecError(
-            listing(
-                f"{name}: the result does not match out_specs on the " + str(mesh) + ":",
-                problems,
-            )
-        )
+        head = f"{name}: the result does not match out_specs on the {mesh}:"
+        raise SpecError(listing(head, problems))
     return Match.of(placed)
 
 
@@ -372,10 +373,8 @@ def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
     if spec is None:
         static = "is a tensor, and its spec is None, which is for what is no tensor; write P(...)"
         return [static] if isinstance(leaf.value, Tensor) else []
-    unknown = sorted(spec.named - set(mapped))
-    if unknown:
-        names = ", ".join(map(repr, unknown))
-        return [f"{spec!r} names {names}, but the axes here are {', '.join(mapped)}"]
+    if unknown := unknown_axes(spec, mapped):
+        return unknown
     if isinstance(leaf.value, Tensor):
         advice = "; return x[None], so that it has a dim for the ranks" * (leaf.value.ndim == 0)
         return [f"{problem}{advice}" for problem in longer(spec, leaf.value.ndim)]
