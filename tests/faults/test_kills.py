@@ -213,5 +213,5 @@ def test_the_dump_of_a_failure_names_the_last_collectives(tmp_path: Any) -> None
     sums = [entry for entry in dump.entries if entry.operation.startswith("all_reduce('tp', ")]
     assert len(sums) == 2
     assert all(entry.line.startswith("test_kills.py:") for entry in sums)
-    assert compare([dump]).startswith("ranks 0, ")
+    assert compare([dump]).startswith("rank 0: 2 collectives")
     assert dump_folder() != tmp_path

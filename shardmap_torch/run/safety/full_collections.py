@@ -21,7 +21,7 @@ _NEVER: Final = 1 << 30
 
 _LOCK: Final = Lock()
 _BEFORE: Final[list[tuple[int, int, int]]] = []
-"""The threshold from before each context that is open, on any thread."""
+"""The thresholds from before the contexts that are open, on any thread; the first counts."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def postponing_full_collections() -> Iterator[None]:
     """
     with _LOCK:
         first, second, _ = before = gc.get_threshold()
-        _BEFORE.append(_BEFORE[0] if _BEFORE else before)
+        _BEFORE.append(before)
         gc.set_threshold(max(first, _YOUNG) if first else 0, second, _NEVER)
     try:
         yield
