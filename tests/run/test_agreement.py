@@ -1,6 +1,7 @@
 """Processes that would run different programs are stopped before they wait for one another."""
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from shardmap_torch import (
     CollectiveMismatchError,
     ColwiseParallel,
+    CommunicationError,
     I,
     Mesh,
     P,
@@ -135,6 +137,38 @@ def test_a_difference_that_is_put_right_outside_of_python_is_no_error_any_more(
     assert first == second
     assert first.startswith("body: processes run different programs.")
     assert value == other == 2.0
+
+
+def raises_alone(folder: Path) -> str:
+    """Raises an error on rank 1, which waits until rank 0 has one too."""
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    rank, told = mesh.rank, folder / "told"
+    lost = folder / f"{rank}"
+
+    def body(x: Tensor) -> Tensor:
+        if lost.exists():
+            raise ValueError("lost")
+        return all_reduce(x, "i", dst=I)
+
+    f = shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P())
+    f(torch.ones(2))
+    if rank == 1:
+        lost.touch()
+    with pytest.raises((CommunicationError, ValueError)) as error:
+        f(torch.ones(2))
+    if rank == 0:
+        told.touch()
+    while not told.exists():
+        time.sleep(0.05)
+    mesh.recover()
+    return str(error.value)
+
+
+def test_an_error_of_one_rank_is_told_to_those_that_wait_for_it(gloo: Gloo, tmp_path: Path) -> None:
+    first, second = gloo(2).run(raises_alone, tmp_path)
+    assert "\n  missing: rank 1\n" in first
+    assert "\n  rank 1 raised ValueError: lost at test_agreement.py:" in first
+    assert second == "lost"
 
 
 def places_and_gathers() -> list[str]:

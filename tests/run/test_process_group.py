@@ -1,5 +1,7 @@
 """Calls on processes: what they communicate, and that they fail cleanly."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -186,6 +188,26 @@ def failure(mesh: Mesh) -> None:
 
 def test_what_torch_distributed_raises_names_collective_and_rank(gloo: Gloo) -> None:
     run_on("gloo", failure, gloo)
+
+
+def freed() -> list[bool]:
+    """Returns whether a mesh that has been used is there, before and after it is dropped."""
+    gc.collect()
+    gc.disable()
+    try:
+        mesh = make_mesh((2,), ("tp",))
+        f = shard_map(lambda x: all_reduce(x, "tp", dst=I), mesh=mesh, in_specs=P(), out_specs=P())
+        f(torch.ones(2).requires_grad_(False))
+        state = weakref.ref(mesh._state)
+        found = [state() is not None]
+        del mesh, f
+        return [*found, state() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_mesh_that_is_dropped_is_freed_at_once(gloo: Gloo) -> None:
+    assert gloo(2).run(freed) == [[True, False]] * 2
 
 
 def gathers_what_a_transform_wraps(mesh: Mesh) -> None:
