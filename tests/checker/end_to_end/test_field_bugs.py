@@ -352,6 +352,24 @@ def experts_that_learn_from_the_sum_of_local_means(right: bool) -> Any:
     return step
 
 
+@bug((LAST, P(), LAST), P(), (8, 6), (6, 4), (8,))
+def a_local_count_that_the_sum_overwrites(right: bool) -> Any:
+    """Megatron-LM 7452 (10): a router's loss counts all tokens once on every rank."""
+
+    def loss(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+        kept = (mask > 0).to(x.dtype)
+        own = kept.sum()
+        total = all_reduce(own, "tp", dst=R)
+        if not right:
+            own = total
+        w = convert(w, "tp", src=I, dst=R)
+        chances = ((x @ w).softmax(-1) * kept[:, None]).sum(0)
+        balance = all_reduce(chances, "tp", dst=R).square().sum()
+        return all_reduce(balance * own, "tp", dst=I)  # wrong
+
+    return loss
+
+
 def wrong_line(program: Callable[..., Any]) -> str:
     """Returns the line that is wrong; of a backward of the user's, its forward's."""
     lines, _ = inspect.getsourcelines(program)
