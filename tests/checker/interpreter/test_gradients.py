@@ -123,6 +123,15 @@ def test_a_gradient_that_a_backward_has_added_to_is_a_pending_sum() -> None:
     check_program(mapped(body, ABSTRACT, out_specs=P()), W, DATA)
 
 
+def test_a_pending_sum_is_not_dropped_out_on_each_rank() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        dropped = torch.native_dropout(by_func(loss_of(x), w), 0.5, True)[0]
+        return all_reduce(dropped, "dp", dst=I)
+
+    with pytest.raises(ShardTypeError, match="the bits of a pending sum mean nothing"):
+        check_program(mapped(body, ABSTRACT, out_specs=P()), W, DATA)
+
+
 def test_a_gradient_from_a_finished_loss_stays_equal_on_all_ranks() -> None:
     def body(w: Tensor, x: Tensor) -> Tensor:
         g = by_func(lambda w: w.square().sum(), w)

@@ -546,3 +546,16 @@ def test_global_strictness_holds_each_way_against_the_same_way_on_one_device() -
     check_program(shard_map(biased, **specs), X, W)
     with pytest.raises(ShardTypeError, match="where #1 > 1 is False"):
         check_program(shard_map(biased, check="global", **specs), X, W)
+
+
+def test_two_numbers_are_compared_alike_from_either_side() -> None:
+    asked: set[tuple[bool, bool]] = assume_constant(set())  # a check undoes other changes
+
+    def body(a: Tensor, b: Tensor) -> Tensor:
+        n, m = a.item(), b.item()
+        asked.add((m > n, n < m))
+        return a
+
+    mapped = shard_map(body, mesh=ABSTRACT, in_specs=(P(), P()), out_specs=P())
+    check_program(mapped, torch.ones(()), torch.ones(()))
+    assert asked == {(True, True), (False, False)}

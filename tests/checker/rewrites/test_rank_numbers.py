@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -201,6 +201,7 @@ TREES: Final = st.recursive(
 
 
 @given(TREES)
+@example((divmod, 7, (operator.add, "dp", 2)))  # a rank is 0, by which none divides
 def test_arithmetic_is_done_for_each_rank(tree: Any) -> None:
     mesh = make_mesh((2, 3), ("dp", "tp"), kind="abstract")
     nobody: Any = None  # nothing is refused
