@@ -1,7 +1,6 @@
 """Public overlapped matmuls: typed, differentiable, and unfused wherever overlap cannot pay.
 
-They have the types of their unfused compositions. The checker compares the kernels with those,
-forward and backward.
+They have the types of their unfused compositions, which a check interprets in their place.
 """
 
 from collections.abc import Sequence

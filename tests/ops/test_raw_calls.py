@@ -12,6 +12,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 from shardmap_torch import CollectiveError, Mesh, P, axis_group, full, make_mesh, shard_map
+from shardmap_torch.errors import ShardTypeError
 from tests.programs.support.everywhere import KINDS, run_on, same
 from tests.support.pool import Gloo
 
@@ -133,6 +134,20 @@ def run(name: str, check: Any, mesh: Mesh) -> None:
 def test_a_call_does_what_torch_does(kind: Any, check: Any, gloo: Gloo) -> None:
     for name in PROGRAMS:
         run_on(kind, partial(run, name, check), gloo)
+
+
+def test_global_strictness_knows_the_order_of_a_gathered_list() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    group: Any = axis_group(mesh, "tp")
+
+    def gathered(order: int, x: Tensor) -> Tensor:
+        return torch.cat(differentiable.all_gather(x, group=group)[::order])
+
+    specs: Any = {"mesh": mesh, "in_specs": P("tp"), "out_specs": P(), "check": "global"}
+    x = X.clone().requires_grad_()
+    same([shard_map(partial(gathered, 1), **specs)(x).detach()], [X])
+    with pytest.raises(ShardTypeError, match="one device"):
+        shard_map(partial(gathered, -1), **specs)(x)
 
 
 def test_messages_that_do_not_meet_are_refused() -> None:
