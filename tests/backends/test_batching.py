@@ -92,7 +92,8 @@ def test_the_rule_takes_batches_at_any_dim_and_masks_of_fewer_dims(shape: tuple[
     batched = [torch.stack([x, x.sin(), x.cos()], dim) for x, dim in ((q, 1), (k, 0), (v, 2))]
     masks = torch.stack([random(shape, seed).float() for seed in range(3)], len(shape) - 2)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def attend(*operands: Tensor) -> Tensor:
+        q, k, v, mask = operands
         return scaled_dot_product_attention(q, k, v, mask)
 
     add_batching_rules()
