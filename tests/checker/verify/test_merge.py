@@ -22,6 +22,7 @@ from tests.checker.support.branching import (
     plain_loss,
 )
 from tests.checker.support.rejections import (
+    assert_right,
     rejection,
 )
 
@@ -123,3 +124,11 @@ def test_results_of_different_shape_or_structure_are_refused(second: Callable[..
         "body: the paths through the body return"
     )
     assert "different results:\n  out: float64[]\n" in text
+
+
+@pytest.mark.parametrize("spec", [P(), P(invariant={"tp"}), P(replicate={"tp"})])
+def test_an_equal_result_that_is_promised_as_a_pending_sum_counts_once(spec: P) -> None:
+    def body(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert_right(body, lambda x: x * 2, X, in_specs=spec, out_specs=P(partial={"tp"}))
