@@ -61,6 +61,23 @@ def test_a_step_that_sends_something_else_is_checked_and_estimated_by_itself() -
         assert candidate.figures == estimate(step, *args, hardware=H100).to_json()
 
 
+@pytest.mark.parametrize("sends", ["more", "over fewer axes"])
+def test_a_step_that_sends_something_else_and_is_wrong_has_no_estimate(sends: str) -> None:
+    def wrong(mesh: Mesh) -> tuple[Any, tuple[ShapeDtype, ...]]:
+        def body(x: Tensor) -> Tensor:
+            is_wrong = mesh.shape["tp"] > 2
+            axes = "dp" if is_wrong and sends != "more" else ("dp", "tp")
+            total = all_reduce(x.sum(), axes, dst=I)
+            return all_reduce(total, axes, dst=I) if is_wrong and sends == "more" else total
+
+        step = shard_map(body, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P())
+        return step, (ShapeDtype((1024,)),)
+
+    ranking = best_mesh(wrong, 8, axes=("dp", "tp"), hardware=H100)
+    found = {each.mesh.axis_sizes: each.figures is not None for each in ranking.candidates}
+    assert found == {(8, 1): True, (4, 2): True, (2, 4): False, (1, 8): False}
+
+
 def wrong_on_many(mesh: Mesh) -> tuple[Any, tuple[ShapeDtype, ...]]:
     def body(x: Tensor) -> Tensor:
         total = all_reduce(x.sum(), ("dp", "tp"), dst=I)
