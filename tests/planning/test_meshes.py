@@ -68,6 +68,8 @@ def test_a_step_that_sends_something_else_and_is_wrong_has_no_estimate(sends: st
             is_wrong = mesh.shape["dp"] > 2  # of the meshes that come later
             axes = "tp" if is_wrong and sends != "more" else ("dp", "tp")
             total = all_reduce(x.sum(), axes, dst=I)
+            for _ in range(99 * is_wrong):  # the best one is checked in any case
+                total = total.neg()
             return all_reduce(total, axes, dst=I) if is_wrong and sends == "more" else total
 
         step = shard_map(body, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P())
