@@ -227,3 +227,18 @@ def test_arithmetic_is_done_for_each_rank(tree: Any) -> None:
     assert asking.spread(found, mesh.axis_names) == expected
     if type(found) is RankNumber:  # it keeps only axes along which it differs, or the last one
         assert len(found.axes) == 1 or len(set(expected)) > 1
+
+
+def test_parts_in_another_order_are_not_those_of_one_device() -> None:
+    mesh = make_mesh((3,), ("tp",), kind="simulated")
+    group = axis_group(mesh, "tp")
+
+    def body(x: Tensor, step: int) -> Tensor:
+        return x.chunk(group.size(), 1)[group.rank() * step % group.size()]
+
+    f: Any = shard_map(
+        body, mesh=mesh, in_specs=(P(), None), out_specs=P(None, "tp"), check="global"
+    )
+    assert f(X, 1).equal(X)
+    with pytest.raises(ShardTypeError, match="on one device"):
+        f(X, 2)
