@@ -20,6 +20,7 @@ from shardmap_torch import (
     ShardTypeError,
     all_gather,
     check_program,
+    explain,
     make_mesh,
     shard_map,
 )
@@ -159,7 +160,9 @@ TRIED: Final[dict[Any, P]] = {
 def test_what_layouts_do_not_prove_is_tried_and_right(body: Any) -> None:
     args, in_specs = EXPERTS
     specs: Any = {"in_specs": in_specs, "out_specs": TRIED[body]}
-    found = shard_map(body, mesh=RANKS, check="global", **specs)(*args)  # type: ignore[no-untyped-call]
+    mapped = shard_map(body, mesh=RANKS, check="global", **specs)  # type: ignore[no-untyped-call]
+    assert explain(mapped, *args).one_device == "tried"
+    found = mapped(*args)
     expected = shard_map(body, mesh=ONE, **specs)(*args)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(found, expected)
 
