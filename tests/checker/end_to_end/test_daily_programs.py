@@ -160,9 +160,9 @@ TRIED: Final[dict[Any, P]] = {
 def test_what_layouts_do_not_prove_is_tried_and_right(body: Any) -> None:
     args, in_specs = EXPERTS
     specs: Any = {"in_specs": in_specs, "out_specs": TRIED[body]}
-    mapped = shard_map(body, mesh=RANKS, check="global", **specs)  # type: ignore[no-untyped-call]
+    mapped = shard_map(body, mesh=RANKS, check="global", **specs)
     assert explain(mapped, *args).one_device == "tried"
-    found = mapped(*args)
+    found = mapped(*args)  # type: ignore[no-untyped-call]
     expected = shard_map(body, mesh=ONE, **specs)(*args)  # type: ignore[no-untyped-call]
     torch.testing.assert_close(found, expected)
 
