@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from shardmap_torch.control.start import current, init_process_group, start
 from shardmap_torch.control.waiting import within
@@ -141,7 +142,8 @@ def make_group(
         assert world is not None  # it has been initialised
         position = members.index(dist.get_rank())
         backend = dist.Backend(dist.get_backend())
-        options = {"timeout": limit, "device_id": world.bound_device_id, "group_desc": name}
+        patience = default_pg_timeout if limit is None else limit
+        options = {"timeout": patience, "device_id": world.bound_device_id, "group_desc": name}
         store = default_store()
         group, _ = join_group(len(members), position, members, backend, store, name, **options)
         group_members()[group] = {rank: at for at, rank in enumerate(members)}
