@@ -52,7 +52,9 @@ def exchanged(x: Tensor, over: Any = "tp") -> Tensor:
 
 def exchanged_in_region(x: Tensor, over: Any) -> Tensor:
     spec = P(over)
-    return local_region(partial(exchanged, over=over), in_types=(spec,), out_types=spec, trusted=True)(x)
+    return local_region(
+        partial(exchanged, over=over), in_types=(spec,), out_types=spec, trusted=True
+    )(x)
 
 
 def by_hand(x: Tensor) -> Tensor:
