@@ -125,15 +125,20 @@ def _device_mesh(layout: Mesh, name: str, limit: timedelta | None) -> DeviceMesh
     assert layout.device is not None  # it has been chosen
     layout._state.name, rank = f"axes of {name}", dist.get_rank()
     patience = limit or shortest_timeout([world])
+    control = current()
+    # Before a recovery a rank may have sent what no other has taken, and never will.
+    is_clean = control is None or control.epoch == 0
     groups = [
-        world if size == layout.size else layout.make_group((axis,), "collectives", patience, rank)
+        world
+        if size == layout.size and is_clean
+        else layout.make_group((axis,), "collectives", patience, rank)
         for axis, size in layout.shape.items()
         if axis in layout.axis_names
     ]
     ranks = torch.arange(layout.size, device="cpu").view(layout.axis_sizes)
     names = layout.axis_names
     if len(groups) == 1:
-        return DeviceMesh.from_group(world, layout.device.type, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups[0], layout.device.type, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, layout.device.type, ranks, mesh_dim_names=names)
 
 

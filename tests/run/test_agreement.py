@@ -161,6 +161,11 @@ def raises_alone(folder: Path) -> str:
     while not told.exists():
         time.sleep(0.05)
     mesh.recover()
+    again = make_mesh((2,), ("i",), kind="process_group")  # not on what the other has sent before
+    total = shard_map(
+        lambda x: all_reduce(x.sum(0), "i", dst=I), mesh=again, in_specs=P("i"), out_specs=P()
+    )
+    assert torch.equal(total(torch.ones(2, 3)), torch.full((3,), 2.0))
     return str(error.value)
 
 

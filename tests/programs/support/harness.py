@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch import Mesh, P, make_mesh, shard_map
+from shardmap_torch import Mesh, MeshError, P, make_mesh, shard_map
 
 Outcome = dict[str, list[Tensor]]
 """The values of a program and its derivatives, by the way in which they were taken."""
@@ -101,9 +101,18 @@ def in_worker(program: Program, num_ranks: int) -> Outcome:
     return on_mesh(program, worker_mesh(program.meshes[num_ranks], program.axis_names), PROCESSES)
 
 
-@lru_cache
 def worker_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
-    """Returns a process-group mesh, made once per worker."""
+    """Returns a process-group mesh, made once per worker, after errors of other tests too."""
+    mesh = _made_once(shape, axis_names)
+    try:
+        mesh.require_open()
+    except MeshError:
+        mesh.recover()
+    return mesh
+
+
+@lru_cache
+def _made_once(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
     return make_mesh(shape, axis_names)
 
 
