@@ -26,6 +26,7 @@ from shardmap_torch import (
     TransformError,
     all_reduce,
     convert,
+    from_local,
     make_mesh,
 )
 from shardmap_torch import shard_map as checked
@@ -277,3 +278,20 @@ def pushed_forward(mesh: Mesh) -> None:
 
 def test_a_tangent_of_a_dtensor_is_refused_and_of_a_whole_result_is_right(gloo: Gloo) -> None:
     run_on("gloo", pushed_forward, gloo, shape=(2,), names=("tp",))
+
+
+def rejects_local_values(mesh: Mesh) -> None:
+    own = torch.ones(2)
+    tree = {"axis": own, "dims": own, "placed": from_local(own, mesh, P("tp"))}
+    with pytest.raises(SpecError) as caught:
+        from_local(tree, mesh, {"axis": P("dp"), "dims": P(None, "tp"), "placed": P("tp")})
+    assert str(caught.value) == (
+        "from_local: the values do not match their specs on the process_group mesh (tp=2):\n"
+        "  tree['axis']: P('dp') names 'dp', but the axes here are tp\n"
+        "  tree['dims']: P(None, 'tp') has 2 entries, but the value has 1 dim\n"
+        "  tree['placed']: is a DTensor already; from_local takes local tensors"
+    )
+
+
+def test_local_values_that_do_not_match_their_specs_are_listed(gloo: Gloo) -> None:
+    run_on("gloo", rejects_local_values, gloo)

@@ -1,11 +1,13 @@
 """The kernels on the virtual network: exact results, bytes, predicted times, caught mistakes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
     gather_backward_again,
@@ -15,9 +17,10 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.executor import Choice, Gather
 from shardmap_torch.kernels.planner import Fabric
-from shardmap_torch.kernels.transport import Steps
+from shardmap_torch.kernels.schedule import Chunk, Message
+from shardmap_torch.kernels.transport import Channel, Steps, Transport
 from tests.kernels.support.virtual_network import VirtualNetwork, VirtualTransport
 from tests.support.fuzzing import sampled
 
@@ -354,3 +357,71 @@ def test_finishing_after_the_weight_gradient_hides_what_pipelining_alone_does_no
     unfused = 2 * one_gradient + exchange
     hidden = (unfused - network.seconds) / min(2 * one_gradient, exchange)
     assert hidden > 0.9
+
+
+def deadlocked(transport: Transport) -> Steps[None]:
+    channel = Channel.open(transport, "ring", num_parts=1)
+    peer = 1 - transport.rank
+    incoming = Message(peer, transport.rank, Chunk(peer, 0), step=1)
+    outgoing = Message(transport.rank, peer, Chunk(transport.rank, 0), step=1)
+    yield channel.receive(torch.zeros(1), incoming)
+    yield channel.send(torch.zeros(1), outgoing)
+
+
+def test_a_circle_of_waits_is_reported_rank_by_rank() -> None:
+    with pytest.raises(KernelError) as caught:
+        VirtualNetwork(2, INSTANT).run(deadlocked)
+    assert str(caught.value) == (
+        "deadlock, every rank that is not done waits:\n"
+        "  ring over axis 'virtual': at step 1, rank 0 receives part 0 of block 1 from rank 1\n"
+        "  ring over axis 'virtual': at step 1, rank 1 receives part 0 of block 0 from rank 0"
+    )
+
+
+def one_message(transport: Transport, *, misuse: str) -> Steps[None]:
+    channel = Channel.open(transport, "talk", num_parts=1)
+    message = Message(0, 1, Chunk(0, 0), step=1)
+    buffer = torch.zeros(4, 2).t() if misuse == "strided" else torch.zeros(2, 4)
+    handle = (channel.receive if transport.rank else channel.send)(buffer, message)
+    if misuse == "overwritten":
+        buffer += 1
+    if misuse != "abandoned":
+        yield handle
+
+
+MISUSES = {
+    "strided": (
+        "talk over axis 'virtual': at step 1, rank 0 sends part 0 of block 0 to rank 1: not this "
+        "rank's message, a tag already in use, or a buffer that is not contiguous"
+    ),
+    "overwritten": (
+        "talk over axis 'virtual': at step 1, rank 0 sends part 0 of block 0 to rank 1: the buffer "
+        "was written while being sent"
+    ),
+    "abandoned": (
+        "transfers that nobody waited for:\n"
+        "  talk over axis 'virtual': at step 1, rank 0 sends part 0 of block 0 to rank 1\n"
+        "  talk over axis 'virtual': at step 1, rank 1 receives part 0 of block 0 from rank 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_a_misused_buffer_is_caught(misuse: str) -> None:
+    with pytest.raises(KernelError) as caught:
+        VirtualNetwork(2, INSTANT).run(partial(one_message, misuse=misuse))
+    assert str(caught.value) == MISUSES[misuse]
+
+
+def test_use_before_arrival_shows_as_nan() -> None:
+    def hasty(transport: VirtualTransport) -> Steps[Tensor]:
+        gather = Gather(
+            transport, "hasty", torch.ones(2, 2), lambda *_: None, Choice("gather/ring", 1)
+        )
+        yield from gather.start()
+        early = gather.full.clone()
+        yield from gather.finish()
+        return early
+
+    for rank, early in enumerate(VirtualNetwork(2, INSTANT).run(hasty)):
+        assert early.isnan().any(dim=1).tolist() == [rank == 1] * 2 + [rank == 0] * 2

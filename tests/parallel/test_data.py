@@ -185,6 +185,29 @@ def test_a_loss_of_the_rows_of_each_rank_is_rejected() -> None:
     )
 
 
+def masked(mesh: Mesh) -> None:
+    """Compares logits of tokens that a mask of transformers leaves, which `local` alone takes."""
+    one = make_model("llama", num_layers=1).double()
+    ours = parallelize(copy.deepcopy(one), mesh, fsdp="dp", check="local")
+    ids = make_batch("llama")["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    rows = slice(None) if mesh.kind == "simulated" else [dist.get_rank() // 2]
+    found = ours(input_ids=ids[rows], attention_mask=mask[rows]).logits
+    expected = one(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(global_value(found)[mask == 1], expected[mask == 1])
+
+
+@pytest.mark.slow
+def test_a_mask_of_transformers_in_threads_and_on_processes(gloo: Gloo) -> None:
+    masked(grid(2, 2, simulate="ranks"))
+    gloo(4).run(masked_on_processes, timeout=120)
+
+
+def masked_on_processes() -> None:
+    masked(worker_mesh((2, 2), ("dp", "tp")))
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"dp": 3},
