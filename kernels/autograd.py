@@ -18,15 +18,20 @@ from shardmap_torch.collectives.autograd import TypedFunction, bind
 from shardmap_torch.collectives.operations import Collective, Planned
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.core.functorch import is_transformed_otherwise, reject_batched_gradients
-from shardmap_torch.kernels.algorithms import ChunkedDim, as_matrix
-from shardmap_torch.kernels.engine import Engine, Scheduled
-from shardmap_torch.kernels.executor import Choice
-from shardmap_torch.kernels.planner import (
-    Fabric,
-    Options,
-    Problem,
-    record,
+from shardmap_torch.kernels.algorithms import (
+    ChunkedDim,
+    as_matrix,
+    gather_backward,
+    gather_backward_again,
+    gather_forward,
+    reduce_backward,
+    reduce_forward,
+    scatter_backward,
+    scatter_forward,
 )
+from shardmap_torch.kernels.executor import Choice
+from shardmap_torch.kernels.planner import Fabric, Options, Problem, decide, record
+from shardmap_torch.kernels.transport import Transport, run
 from shardmap_torch.ops.arguments import shown
 from shardmap_torch.types import I
 
@@ -96,7 +101,7 @@ class KernelCall:
     """One call of one public operation, without its tensors."""
 
     backend: Backend
-    engine: Engine
+    transport: Transport
     fabric: Callable[[torch.dtype], Fabric]
     collective: Collective
     choice: Choice
@@ -125,12 +130,6 @@ class KernelCall:
         """Number of ranks on the axes."""
         return self.backend.mesh.num_ranks(self.collective.axes)
 
-    @property
-    def scheduled(self) -> Scheduled:
-        """The engine of an all-reduce: our schedules, as symmetric memory has no operator."""
-        assert isinstance(self.engine, Scheduled)
-        return self.engine
-
     def backward_choice(self, op: str, schedule: str, dtype: torch.dtype, **size: Any) -> Choice:
         """Plans the backward: always the kernel, in as many parts as the cost model picks.
 
@@ -145,7 +144,7 @@ class KernelCall:
         )
         requested = self.options.chunks
         chunks = None if requested is None else min(requested, problem.block_rows)
-        plan = self.engine.plan(problem, partial(self.fabric, dtype), chunks, forced=True)
+        plan = decide(problem, partial(self.fabric, dtype), chunks, forced=True)
         choice = record(plan).choice
         assert choice is not None
         return choice
@@ -206,7 +205,8 @@ class GatherMatmul:
     def run(self, x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         """Returns the products, then the gathered x if it is kept."""
         call, ws, biases = self.call, operands[: self.num_weights], operands[self.num_weights :]
-        outs, gathered = call.engine.gather(x, ws, biases, call.collective.dim, call.choice)
+        dim, choice = call.collective.dim, call.choice
+        outs, gathered = run(gather_forward(call.transport, x, ws, biases, dim, choice))
         return (*outs, gathered) if self.num_kept else tuple(outs)
 
     def pull_back(self, operands: Operands, needed: Sequence[bool], grads: Operands) -> Operands:
@@ -276,8 +276,12 @@ class GatherMatmulBackward:
             flops=flops,
             tail_flops=flops * any(needs_grad),
         )
-        again = Choice(call.choice.schedule, scatter.num_parts)
-        dx, dws = call.engine.gather_backward(x, gathered, ws, dys, needs_grad, dim, scatter, again)
+        operands = ws, dys, needs_grad, dim, scatter
+        if gathered is not None or not any(needs_grad):
+            dx, dws = run(gather_backward(call.transport, gathered, *operands))
+        else:
+            again = Choice(call.choice.schedule, scatter.num_parts)
+            dx, dws = run(gather_backward_again(call.transport, x, *operands, again))
         return _selected((dx, *dws), self.needs_grad)
 
     def _weights_only(
@@ -322,8 +326,9 @@ class MatmulReduce:
         """Returns the sum, or this rank's block of it."""
         call = self.call
         if call.scatters:
-            return (call.engine.scatter(x, w, call.collective.dim, call.choice),)
-        return (call.scheduled.reduce(x, w, call.choice),)
+            dim = call.collective.dim
+            return (run(scatter_forward(call.transport, x, w, dim, call.choice)),)
+        return (run(reduce_forward(call.transport, x, w, call.choice)),)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         """Gathers or sums cotangents, chunk by chunk; of an I they are equal, nothing is sent."""
@@ -379,8 +384,8 @@ class MatmulScatterBackward(_ProductBackward):
             block_bytes=dy.nbytes,
             flops=self._flops(x, w),
         )
-        gradients = call.engine.scatter_backward(x, w, dy, self.needs_grad, dim, choice)
-        return _selected(gradients, self.needs_grad)
+        operands = x, w, dy, self.needs_grad, dim, choice
+        return _selected(run(scatter_backward(call.transport, *operands)), self.needs_grad)
 
 
 class MatmulReduceBackward(_ProductBackward):
@@ -399,5 +404,5 @@ class MatmulReduceBackward(_ProductBackward):
             flops=self._flops(x, w),
             passes=2,
         )
-        gradients = call.scheduled.reduce_backward(x, w, dy, self.needs_grad, choice)
-        return _selected(gradients, self.needs_grad)
+        operands = x, w, dy, self.needs_grad, choice
+        return _selected(run(reduce_backward(call.transport, *operands)), self.needs_grad)

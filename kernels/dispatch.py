@@ -19,16 +19,8 @@ from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import KernelError, show
-from shardmap_torch.kernels.algorithms import ChunkedDim
 from shardmap_torch.kernels.autograd import KernelCall, Unfused, block_rows
-from shardmap_torch.kernels.endpoint import (
-    Endpoint,
-    Situation,
-    endpoint_of,
-    obstacle,
-    place_of,
-)
-from shardmap_torch.kernels.engine import Engine, Scheduled
+from shardmap_torch.kernels.endpoint import Situation, endpoint_of, obstacle, place_of
 from shardmap_torch.kernels.planner import (
     Options,
     Overlap,
@@ -36,10 +28,10 @@ from shardmap_torch.kernels.planner import (
     Problem,
     candidates,
     check_overlap,
+    decide,
     obstructed,
     record,
 )
-from shardmap_torch.kernels.symmetric import Operators, Symmetric, unsuited
 from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
 from shardmap_torch.types import I, Partial, R, TypeLike, V
 
@@ -51,7 +43,7 @@ _CHECKED: Final = "the body is being checked, not run"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The engine that runs a call, and the reason for it."""
+    """What runs a call, and the reason for it."""
 
     collective: Collective
     plan: Plan
@@ -220,7 +212,7 @@ def _prepare(
     operands: Sequence[Tensor],
     options: Options,
 ) -> Prepared:
-    """Chooses the engine, or the unfused composition, with the reason."""
+    """Chooses the kernel, or the unfused composition, with the reason."""
     check_overlap(problem.op, options.overlap)
     scope.on_operation(collective, operands[0])
     backend = scope.backend
@@ -235,25 +227,13 @@ def _prepare(
     assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
     x = operands[0]
     endpoint = endpoint_of(backend, collective.axes, x.device)
-    engine = _engine(
-        endpoint, problem.op, ChunkedDim.of(collective.dim, x.ndim).by_features, options
-    )
-    fabric = partial(endpoint.fabric, x.dtype)
-    plan = engine.plan(problem, fabric, options.chunks, forced=options.overlap == "require")
+    fabric, is_forced = partial(endpoint.fabric, x.dtype), options.overlap == "require"
+    plan = decide(problem, fabric, options.chunks, forced=is_forced)
     if plan.choice is None:
         return Prepared(collective, plan, unfused)
-    call = KernelCall(backend, engine, endpoint.fabric, collective, plan.choice, options)
+    transport = endpoint.transport
+    call = KernelCall(backend, transport, endpoint.fabric, collective, plan.choice, options)
     return Prepared(collective, plan, call)
-
-
-def _engine(endpoint: Endpoint, op: str, by_features: bool, options: Options) -> Engine:
-    """Picks symmetric memory if the group offers it and the call suits it, else our schedules."""
-    if endpoint.device.type == "cpu":
-        return Scheduled(endpoint.transport)
-    why = unsuited(op, by_features, options) or endpoint.refusal()
-    if why is None:
-        return Symmetric(Operators(str(endpoint.group.group_name)))
-    return Scheduled(endpoint.transport, f"not on symmetric memory: {why}")
 
 
 def _unfused_plan(situation: Situation, problem: Problem, why: str) -> Plan:

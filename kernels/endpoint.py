@@ -17,7 +17,7 @@ from shardmap_torch.core.torch_private.engine import (
     functorch,
     temporarily_clear_interpreter_stack,
 )
-from shardmap_torch.kernels import calibrate, symmetric
+from shardmap_torch.kernels import calibrate
 from shardmap_torch.kernels.lanes import CudaLanes
 from shardmap_torch.kernels.planner import ASSUMED_GPU, Fabric, Overlap
 from shardmap_torch.kernels.transport import (
@@ -40,7 +40,6 @@ class Endpoint:
     group: dist.ProcessGroup
     device: torch.device
     _fabrics: dict[torch.dtype, Fabric] = field(default_factory=dict)
-    _refusals: list[str | None] = field(default_factory=list)
 
     def fabric(self, dtype: torch.dtype) -> Fabric:
         """Returns the measured speed; every rank of the axes must make the first call for a dtype.
@@ -54,15 +53,6 @@ class Endpoint:
             with temporarily_clear_interpreter_stack():
                 self._fabrics[dtype] = calibrate.measure(self.transport, dtype)
         return self._fabrics[dtype]
-
-    def refusal(self) -> str | None:
-        """Returns why there is no symmetric memory, or None; looks once, not in a graph capture."""
-        if not self._refusals and is_captured():
-            return "a CUDA graph is captured, and it was not looked for before"
-        if not self._refusals:
-            with temporarily_clear_interpreter_stack():
-                self._refusals.append(symmetric.refusal(self.group, self.device))
-        return self._refusals[0]
 
 
 def is_captured() -> bool:

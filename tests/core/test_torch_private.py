@@ -25,7 +25,7 @@ SOURCES = sorted(
 )
 OPERATORS = ("torch.ops.",)
 """Names of operators, not of Python: a table without a row for one refuses it."""
-EVERY_NAME = (*names.ENGINE, *names.DTENSOR, *names.DYNAMO, *names.OPTIONAL)
+EVERY_NAME = (*names.ENGINE, *names.DTENSOR, *names.DYNAMO)
 
 
 def _is_private(path: str) -> bool:

@@ -1,11 +1,10 @@
 """The kernels on GPUs; none of these tests has run yet.
 
-Several ranks share one GPU over gloo, staged through the host, and over symmetric memory where
-torch allows it. NCCL refuses to share: its tests need two GPUs; with one, copies stand for it.
-The composition on the CPU is the truth, or integers are.
+Several ranks share one GPU over gloo, staged through the host. NCCL refuses to share: its tests
+need two GPUs; with one, copies stand for it. The composition on the CPU is the truth, or integers
+are.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,13 @@ from torch import Tensor
 from shardmap_torch import make_mesh
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.collectives.scope import Scope, enter_scope
-from shardmap_torch.kernels import last_plan, symmetric
+from shardmap_torch.kernels import last_plan
 from shardmap_torch.kernels.algorithms import gather_forward, reduce_forward, scatter_forward
 from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
 from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.lanes import CudaLanes, Lane
 from shardmap_torch.kernels.transport import NcclTransport, StagedTransport, Work, pinned, run
 from tests.kernels.support.calls import CALLS, SHAPES, body, values_and_gradients
-from tests.kernels.support.symmetric import gather_of, scatter_of
 from tests.support.pool import Gloo, Pool
 
 pytestmark = pytest.mark.gpu
@@ -104,39 +102,6 @@ def test_ranks_that_share_a_gpu_over_gloo_get_the_composition_s_values_and_gradi
     gloo: Gloo, name: str, size: int
 ) -> None:
     for found in gloo(size).run(compare_staged, name, timeout=250):
-        assert max(found) < 1e-10
-
-
-def compare_symmetric() -> list[str] | list[float]:
-    """The reasons why not, or the differences."""
-    os.environ[symmetric.OVERLAPPING] = "1"
-    device = torch.device("cuda", 0)
-    found = []
-    for make_call in (gather_of, scatter_of):
-        for dim in (0, 1):
-
-            def make(overlap: str, make_call: Any = make_call, dim: int = dim) -> Any:
-                call, operands = make_call(dim)
-                return lambda *leaves: call(*leaves, overlap=overlap), operands
-
-            truth = on_cpu(make)
-            with gpu_body(device) as endpoint:
-                why = endpoint.refusal()
-                if why is not None:
-                    return [why]
-                found.append(largest_difference(on_gpu(make, device), truth))
-                plan = last_plan()
-                assert plan is not None
-                assert plan.choice == symmetric.CHOICE
-    return found
-
-
-def test_ranks_that_share_a_gpu_and_its_memory_get_the_composition_s_values_and_gradients(
-    gloo: Gloo,
-) -> None:
-    for found in gloo(2).run(compare_symmetric, timeout=250):
-        if isinstance(found[0], str):
-            pytest.skip(found[0])
         assert max(found) < 1e-10
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.kernels import endpoint, symmetric
+from shardmap_torch.kernels import endpoint
 from shardmap_torch.kernels.endpoint import OBSTACLES, Situation, endpoint_of, obstacle
 from shardmap_torch.kernels.transport import (
     GlooTransport,
@@ -125,16 +125,3 @@ def test_a_backend_that_a_group_does_not_have_is_no_network() -> None:
     group = mock.Mock()
     group._get_backend.side_effect = RuntimeError("No backend type associated with device type")
     assert network_of(group, "cuda") == ""
-
-
-def test_while_a_graph_is_captured_symmetric_memory_is_not_looked_for() -> None:
-    here = endpoint.Endpoint(mock.Mock(), mock.Mock(), GPU)
-    with (
-        mock.patch.object(endpoint, "is_captured", return_value=True),
-        mock.patch.object(symmetric, "refusal") as ask,
-    ):
-        assert here.refusal() == "a CUDA graph is captured, and it was not looked for before"
-    assert not ask.called
-    with mock.patch.object(symmetric, "refusal", return_value="no") as ask:
-        assert [here.refusal(), here.refusal()] == ["no", "no"]
-    assert ask.call_count == 1

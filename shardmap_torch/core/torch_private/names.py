@@ -129,12 +129,6 @@ torch.utils.checkpoint beside parallelized modules
 """)
 """Names that torch.compile needs: what it refuses raises an UnsupportedTorchError instead."""
 
-OPTIONAL: Final = read_names("""
-overlap in symmetric memory; without it kernels use other transports
-  torch.distributed._symmetric_memory: get_symm_mem_workspace
-""")
-"""Names whose lack turns a feature off, as `serves` says."""
-
 
 def unsupported(names: Sequence[PrivateName]) -> UnsupportedTorchError:
     """Makes the error that lists which of the names this torch lacks, and what needs them."""
