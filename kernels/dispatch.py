@@ -43,7 +43,7 @@ _CHECKED: Final = "the body is being checked, not run"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What runs a call, and the reason for it."""
+    """Runner of a call, and the plan that gives the reason."""
 
     collective: Collective
     plan: Plan
