@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from shardmap_torch import random as random
     from shardmap_torch import saving as saving
     from shardmap_torch.automatic import (
-        AutoReport,
         Redistribution,
         Redistributions,
         auto,
@@ -79,7 +78,7 @@ else:
         ["kernels", "lax", "nn", "optim", "parallel", "planning", "random", "saving"]
     )
     _NAMES = {
-        "automatic": "AutoReport Redistribution Redistributions auto mark_sharding redistributions",
+        "automatic": "Redistribution Redistributions auto mark_sharding redistributions",
         "debug": "debug_print",
         "divergence": "Divergence find_divergence",
         "parallel": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput "
@@ -102,7 +101,6 @@ __version__ = "0.1.0"
 
 # Without modules: `import *` must not replace `torch.nn` and the standard `random`.
 __all__ = [
-    "AutoReport",
     "CheckpointError",
     "CollectiveError",
     "CollectiveMismatchError",

@@ -138,7 +138,8 @@ def shard_map(
             specs do not name them. On processes a DTensor that they shard stays so in the body,
             where torch's sharding propagation runs its operations, and so do the results; see
             docs/automatic_axes.md. On simulated meshes, under torch.compile, under `torch.func`
-            from outside and in an inner `shard_map` values are global over them.
+            from outside and in an inner `shard_map` values are global over them. An empty one
+            leaves all axes automatic, as `auto` does; in JAX it stands for all axes.
         check: verify, before a signature runs for the first time, that the body is well-typed and
             that the backward which autograd derives computes right gradients: "local", or True.
             "global" requires in addition that the forward is that of the same program on one
@@ -625,10 +626,8 @@ def _resolve_axes(
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     if unknown:
         raise SpecError(f"{name}: axis_names has {unknown}, but the axes are {mesh.axis_names}.")
-    if axis_names is not None and not axes:
-        raise SpecError(f"{name}: axis_names is empty; name at least one of {mesh.axis_names}.")
     again = [axis for axis in axes if axis in bound]
-    if again or not axes:
+    if again or (axis_names is None and not axes):
         what = f"axis_names has {again}" if again else "no axis is left"
         raise SpecError(f"{name}: {what}; the enclosing body has bound {sorted(bound)}.")
     return tuple(axis for axis in mesh.axis_names if axis in axes)

@@ -627,11 +627,6 @@ def nested_twice() -> Any:
             "neg: axis_names has ['pp'], but the axes are ('dp', 'tp').",
         ),
         (
-            lambda: shard_map(torch.neg, mesh=GRID, in_specs=P(), out_specs=P(), axis_names=())(X),
-            SpecError,
-            "neg: axis_names is empty; name at least one of ('dp', 'tp').",
-        ),
-        (
             lambda: shard_map(3, mesh=GRID, in_specs=P(), out_specs=P()),  # type: ignore[arg-type]
             SpecError,
             "shard_map takes a function, not 3; specs are keyword arguments.",

@@ -2,12 +2,11 @@
 
 from shardmap_torch.automatic.api import auto, mark_sharding
 from shardmap_torch.automatic.recording import redistributions
-from shardmap_torch.automatic.report import AutoReport, Redistribution, Redistributions
+from shardmap_torch.automatic.report import Redistribution, Redistributions
 from shardmap_torch.contracts import export
 from shardmap_torch.errors import SpecError
 
 __all__ = [
-    "AutoReport",
     "Redistribution",
     "Redistributions",
     "auto",

@@ -7,15 +7,23 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch.automatic.propagation import (
-    RedistributionRecorder,
-    needed_placements,
-    propagated,
-)
-from shardmap_torch.automatic.report import Redistributions
+from shardmap_torch.automatic.report import Redistribution, Redistributions, bytes_sent
 from shardmap_torch.boundary.placements import Placements
-from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.core.tree import flatten
+from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.torch_private.dtensor import (
+    DTensorSpec,
+    OpSchema,
+    sharding_propagator,
+)
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    OpOverload,
+    TorchDispatchMode,
+    current_autograd_node,
+    disable_current_modes,
+    sequence_number,
+)
+from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.mixing.values import OBSERVERS
 
 
@@ -23,11 +31,11 @@ from shardmap_torch.mixing.values import OBSERVERS
 def redistributions() -> Iterator[Redistributions]:
     """Records the redistributions of DTensors in a block, by line and bytes, as it runs.
 
-    Among them are those over the automatic axes of `shard_map`: where torch's propagation needs an
-    operand in another placement, where a collective over a bound axis moves a dim that an
-    automatic one shards, and at the boundary; with those of a backward in the block. The functions
-    that redistribute because they were asked to are left out, but for `mark_sharding` in a body.
-    On simulated meshes there are no DTensors, and nothing is recorded.
+    Among them are those over the automatic axes of `shard_map` and `auto`: where torch's
+    propagation needs an operand in another placement, where a collective over a bound axis moves a
+    dim that an automatic one shards, and at the boundary; with those of a backward in the block.
+    The functions that redistribute because they were asked to are left out, but for
+    `mark_sharding` in a body. On simulated meshes there are no DTensors, and nothing is recorded.
 
     Each operation in the block is propagated twice, which is slow: use it to look, not in training.
 
@@ -51,8 +59,13 @@ def redistributions() -> Iterator[Redistributions]:
         OBSERVERS.remove(recorder.observe)
 
 
-class _Recorder(RedistributionRecorder):
+class _Recorder(TorchDispatchMode):
     """Dispatch mode that asks torch's propagation what each operation on DTensors redistributes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.moves: list[Redistribution] = []
+        self._sites: dict[int, Site | None] = {}
 
     def observe(self, what: str, x: DTensor, dst: Placements) -> None:
         """Records that the library redistributes a value."""
@@ -67,7 +80,8 @@ class _Recorder(RedistributionRecorder):
     ) -> Any:
         """Runs an operation, and records what it redistributes."""
         kwargs = dict(kwargs or {})
-        self.note_site()
+        # Its backward will ask for the line.
+        self._sites.setdefault(sequence_number() - 1, call_site())
         shared = [x for x in flatten((args, kwargs))[0] if isinstance(x, DTensor)]
         out = func(*args, **kwargs)
         if shared:
@@ -76,18 +90,46 @@ class _Recorder(RedistributionRecorder):
 
     def _record(self, func: OpOverload, args: Any, kwargs: Any, shared: list[DTensor]) -> None:
         try:
-            sharding = propagated(func, args, kwargs, _spec)
+            sharding = _propagated(func, args, kwargs)
         except Exception:  # torch runs it in another way
             return
         if not sharding.needs_redistribute:
             return
-        needed = needed_placements(sharding.redistribute_schema)
+        schema = sharding.redistribute_schema
+        leaves, _ = flatten((tuple(schema.args_schema), dict(schema.kwargs_schema)))
+        needed = [tuple(leaf.placements) for leaf in leaves if isinstance(leaf, DTensorSpec)]
         for x, placements in zip(shared, needed, strict=False):
             self._add(func._schema.name.split("::")[1], x, placements, True)
 
     def _add(self, op: str, x: DTensor, dst: Placements, is_implicit: bool) -> None:
-        mesh = tuple(x.device_mesh.shape), tuple(x.device_mesh.mesh_dim_names or ())
-        self.record(op, x, (tuple(x.placements), dst), mesh, is_implicit)
+        src, mesh = tuple(x.placements), x.device_mesh
+        if src == dst:
+            return
+        site, in_backward = self._site()
+        sent = bytes_sent(x.shape, x.dtype, src, dst, tuple(mesh.shape))
+        what = op, site, in_backward, tuple(x.shape), x.dtype
+        axes = tuple(mesh.mesh_dim_names or ())
+        self.moves.append(Redistribution(*what, src, dst, sent, is_implicit, axes))
+
+    def _site(self) -> tuple[Site | None, bool]:
+        """Returns the user's line (in a backward the forward's), and whether it is a backward."""
+        node = current_autograd_node()
+        if node is None:
+            return call_site(), False
+        return self._sites.get(node._sequence_nr()), True
+
+
+def _propagated(func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Asks torch how it places an operation."""
+    propagator = sharding_propagator()
+    schema = OpSchema(
+        func,
+        map_tensors(_spec, tuple(args)),
+        map_tensors(_spec, dict(kwargs)),
+        schema_info=propagator.op_to_schema_info.get(func),
+    )
+    with DisableTorchFunction(), disable_current_modes():
+        return propagator.propagate_op_sharding_non_cached(schema)
 
 
 def _spec(x: Tensor) -> Any:

@@ -9,7 +9,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import show_shape
-from shardmap_torch.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -75,24 +74,6 @@ class Redistributions:
         """A line for each redistribution, and the sum."""
         lines = [f"  {move}" for move in self.moves] or ["  nothing is redistributed"]
         return "\n".join([*lines, f"each rank sends {self.num_bytes} B"])
-
-
-@dataclass(frozen=True)
-class AutoReport(Redistributions):
-    """All redistributions of one call, in order.
-
-    Attributes:
-        name: of the function.
-        mesh: that it runs on.
-    """
-
-    name: str
-    mesh: Mesh
-
-    def __str__(self) -> str:
-        """A line for the call, one for each redistribution, and the sum."""
-        head = f"{self.name} on the {self.mesh}, axes {', '.join(self.mesh.axis_names)}:"
-        return f"{head}\n{super().__str__()}"
 
 
 def shown(placements: Sequence[Placement]) -> str:

@@ -173,7 +173,7 @@ def _repeated(value: Tensor, spec: P, mesh: Mesh, axes: Sequence[str]) -> Tensor
         mesh.shape[axis] if axis in spec.mentioned or axis in spec.partial else have
         for axis, have in zip(axes, value.shape, strict=False)
     ]
-    return value.expand(*sizes, *value.shape[len(sizes) :])
+    return value.expand((*sizes, *value.shape[len(sizes) :]))
 
 
 def _reject_varying(
