@@ -2,6 +2,8 @@
 
 import os
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from shardmap_torch import __version__
@@ -37,6 +39,11 @@ myst_heading_anchors = 4
 
 # A notebook is a page that says so at its top; each runs in a process of its own, from the start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Kernels warn that their ports on this machine are not encrypted.
+os.environ["IPYTHONDIR"] = tempfile.mkdtemp()
+profile = Path(os.environ["IPYTHONDIR"]) / "profile_default" / "ipython_kernel_config.py"
+profile.parent.mkdir()
+profile.write_text("c.IPKernelApp.log_level = 40\n")
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300

@@ -200,7 +200,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     train_text, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     step, evaluate, start = make_steps(mesh, options)
     state = start()
-    done = latest(options.folder) if options.resume else None
+    done = latest(options.folder)
+    if done is not None and not options.resume:
+        raise SystemExit(f"{options.folder} has step {done} of a run: --resume it, or name another")
     if done is not None:
         state = load(state, options.folder, done)
     run = torch.compile(step, fullgraph=True) if options.compile else step

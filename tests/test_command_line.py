@@ -94,7 +94,10 @@ BAD: list[tuple[list[str], str]] = [
     (["check steps.py:gone"], "steps has no gone."),
     (["check steps.py:number"], "number is no function, but 3."),
     (["check gone_module:f"], "gone_module cannot be loaded: ModuleNotFoundError: No module named"),
-    (["check steps.py:arguments"], "check_program takes a shard_mapped function, not <function"),
+    (
+        ["check steps.py:arguments"],
+        "check_program takes a shard_mapped function or a parallelized module, not <function",
+    ),
     (
         ["check steps.py:own", "--shapes", "x=float32[2]"],
         "<lambda> has a mesh of its own, abstract mesh (i=2): leave out --mesh.",

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from shardmap_torch.errors import ShardTypeError, SpecError, TransformError, sho
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.report.page import Page, Shown
 from shardmap_torch.spec import P
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -210,10 +212,35 @@ def verdict_on(
     strictness: Strictness | None = None,
 ) -> Verdict:
     """Checks a call, as strictly as the function says or as `strictness` does."""
-    ask: Callable[..., Verdict] | None = getattr(f, "_shardmap_verdict", None)
-    if ask is None:
-        raise TransformError(f"check_program takes a shard_mapped function, not {show(f)}.")
-    return ask(tuple(args), dict(kwargs), strictness)
+
+    def ask(mapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
+        found: Verdict = mapped._shardmap_verdict(args, kwargs, strictness)  # type: ignore[attr-defined]
+        return found
+
+    return ask_mapped("check_program", f, ask, args, kwargs)
+
+
+def ask_mapped(
+    name: str,
+    f: Callable[..., Any],
+    ask: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], T],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> T:
+    """Returns what `ask` says of a mapped function, or of that of a parallelized module.
+
+    Raises:
+        TransformError: `f` is neither; `name` is who asks.
+    """
+    use = getattr(f, "_shardmap_mapped", None)
+    if use is not None:
+        found: T = use(lambda mapped, values: ask(mapped, values, {}), tuple(args), dict(kwargs))
+        return found
+    if not hasattr(f, "_shardmap_verdict"):
+        raise TransformError(
+            f"{name} takes a shard_mapped function or a parallelized module, not {show(f)}."
+        )
+    return ask(f, tuple(args), dict(kwargs))
 
 
 def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:

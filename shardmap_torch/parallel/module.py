@@ -38,8 +38,8 @@ from shardmap_torch.transform import shard_map
 M = TypeVar("M", bound=nn.Module)
 Check = Literal["local", "global"]
 
-_VERDICT: Final = "_shardmap_verdict"
-"""The attribute by which `check_program` and its like call the checker."""
+_MAPPED: Final = "_shardmap_mapped"
+"""The attribute by which `check_program`, `estimate` and their like find the mapped function."""
 
 
 def parallelize(
@@ -146,7 +146,7 @@ def parallelize(
     describe = partial(_described, module, src_data_rank)
     resolved = compared("parallelize", on, remake, describe, place)
     call = _ParallelCall(module, on, resolved, in_specs, out_specs, check, remake)
-    vars(module)["forward"], vars(module)[_VERDICT] = call, call.verdict_on
+    vars(module)["forward"], vars(module)[_MAPPED] = call, call.use
     if on.kind in PROCESS_KINDS and not data.axes:
         _give_encoder(module, on, resolved, check)
     return module
@@ -231,17 +231,16 @@ class _ParallelCall:
         """The mesh."""
         return self._mesh
 
-    def verdict_on(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], strictness: Any = None
+    def use(
+        self,
+        use: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Checks a call without running it."""
-
-        def check(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-            return mapped._shardmap_verdict(values, {}, strictness)  # type: ignore[attr-defined]
-
+        """Returns what `use` makes of the mapped function of a call, and of its arguments."""
         caches: list[Any] = []
         args, kwargs = take_out((args, kwargs), caches)
-        return self._with_specs(check, args, kwargs, caches)
+        return self._with_specs(use, args, kwargs, caches)
 
     def _with_specs(
         self,
@@ -375,7 +374,7 @@ def resolve_axis(name: str, mesh: Mesh, axis: str | None) -> str:
 
 
 def _reject_parallel(module: nn.Module) -> None:
-    parallel = [path for path, below in module.named_modules() if _VERDICT in vars(below)]
+    parallel = [path for path, below in module.named_modules() if _MAPPED in vars(below)]
     tensors = [name for name, x in module.named_parameters() if isinstance(x, DTensor)]
     if parallel or tensors:
         what = f"{(parallel[0] or 'it')!r} is" if parallel else f"{tensors[0]!r} is a DTensor:"

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardmap_torch.backends.rank import RankBackend, on_one_rank
 from shardmap_torch.boundary.call import Call, run_body
+from shardmap_torch.checker.api import ask_mapped
 from shardmap_torch.checker.ir.fake_results import (
     Key,
     fake_mode,
@@ -40,7 +41,7 @@ from shardmap_torch.core.torch_private.engine import (
     sequence_number,
 )
 from shardmap_torch.core.tree import flatten
-from shardmap_torch.errors import TransformError, show
+from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.spec import P
@@ -185,15 +186,19 @@ def checked(
     It is not checked if `alike` was, a call of the same specs and other sizes; the run then departs
     where it does something else than that.
     """
-    if not hasattr(f, "_shardmap_shapes"):
-        raise TransformError(f"estimate takes a shard_mapped function, not {show(f)}.")
-    given = f._shardmap_shapes(args, kwargs)
+    return ask_mapped("estimate", f, partial(_checked, alike=alike), args, kwargs)
+
+
+def _checked(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], alike: Dry | None
+) -> Dry:
+    given = f._shardmap_shapes(args, kwargs)  # type: ignore[attr-defined]
     resized = alike is not None and alike.has_specs_of(given)
     if alike is not None and resized:
         verdict, call = alike.verdict, given
     else:  # after a check, which may make arguments of tensors that the body closes over
         verdict = f._shardmap_verdict(args, kwargs)  # type: ignore[attr-defined]
-        call = f._shardmap_shapes(args, kwargs)
+        call = f._shardmap_shapes(args, kwargs)  # type: ignore[attr-defined]
     return Dry(given, f._shardmap_dry(call, verdict, resized), verdict, resized)  # type: ignore[attr-defined]
 
 

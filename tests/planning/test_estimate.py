@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from shardmap_torch import (
+    ColwiseParallel,
     I,
     P,
     R,
+    RowwiseParallel,
     ShapeDtype,
     all_gather,
     all_reduce,
     explain,
     make_mesh,
+    parallelize,
     shard_map,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -161,7 +164,8 @@ def test_a_function_that_is_not_mapped_and_a_value_that_is_asked_for_are_errors(
     with pytest.raises(TransformError) as error:
         estimate(len, torch.ones(1), hardware=UNIT)
     assert str(error.value) == (
-        "estimate takes a shard_mapped function, not <built-in function len>."
+        "estimate takes a shard_mapped function or a parallelized module, "
+        "not <built-in function len>."
     )
     mesh = make_mesh((2,), ("tp",), kind="abstract")
     f = shard_map(
@@ -213,3 +217,19 @@ def test_what_explain_says_gets_time_and_memory_of_each_operation() -> None:
     assert sum(timed) == pytest.approx(found.seconds)
     assert "sends 4 B, takes 40 ms, allocates 4 B" in str(shown)
     assert shown.to_json()["paths"][0]["rows"][-1]["allocated"] == 400
+
+
+def test_a_parallelized_module_is_estimated_as_the_program_that_it_runs() -> None:
+    mesh = make_mesh((4,), ("tp",), kind="abstract")
+    mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    parallelize(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = ShapeDtype((16, 8), requires_grad=True)
+    found = estimate(mlp, x, hardware=UNIT)
+    assert found.sent == explain(mlp, x).bytes_sent
+    # Each rank has a quarter of the features; the backward computes two products for each.
+    assert found.flops == 3 * 2 * (2 * 16 * 8 * 8)
+    with pytest.raises(TransformError) as error:
+        estimate(nn.Sequential(nn.GELU()), x, hardware=UNIT)
+    assert str(error.value) == (
+        "estimate takes a shard_mapped function or a parallelized module, not a Sequential."
+    )

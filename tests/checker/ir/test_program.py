@@ -199,7 +199,8 @@ def test_only_a_shard_mapped_function_can_be_checked() -> None:
     with pytest.raises(TransformError) as caught:
         check_program(len, X)
     assert str(caught.value) == (
-        "check_program takes a shard_mapped function, not <built-in function len>."
+        "check_program takes a shard_mapped function or a parallelized module, "
+        "not <built-in function len>."
     )
 
 

@@ -20,6 +20,7 @@ from shardmap_torch.checker.spmd.layout import (
     is_stacked,
     numbers_of_shards,
     size_of_one_rank,
+    unsharded,
 )
 from shardmap_torch.checker.spmd.ops.advice import STACKED
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
@@ -133,9 +134,11 @@ def _missing(local: int, global_size: int, sizes: Sizes) -> int:
 def average(step: Step) -> list[Sharded]:
     """Propagates a mean: of addends it is their sum, divided by their number."""
     (x,) = step.shards
-    if not is_stacked(x.dims):
-        return by_dtensor(step)
     over = _over(step, x)
+    if not is_stacked(x.dims):
+        # torch 2.14 asks whether sizes are even, also of dims that nothing shards.
+        whole = all(x.dims[dim] == unsharded(x.global_shape[dim]) for dim in over)
+        return add(step) if whole else by_dtensor(step)
     if len(over) != 1 or x.dims[min(over)][0][0] != ADDENDS:
         raise UnrelatedError(_ALONE, STACKED)
     (made,) = add(step)
