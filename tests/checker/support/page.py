@@ -1,12 +1,10 @@
 """docs/coverage.md: each program of `make fuzz` writes its own section and leaves the others."""
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Final
 
 DOCUMENT: Final = Path(__file__).parents[3] / "docs" / "coverage.md"
-GENERATED: Final = ("docs/coverage.md", "tests/checker/support/rows.json")
 
 
 def replaced(page: str, section: str) -> str:
@@ -26,14 +24,3 @@ def write(section: str) -> None:
     """Puts a section into the page."""
     before = DOCUMENT.read_text() if DOCUMENT.exists() else ""
     DOCUMENT.write_text(replaced(before, section))
-
-
-def commit() -> str:
-    """The commit that is checked out, with its date, and whether files have been changed since."""
-    head = _git("log", "-1", "--format=%h (%cs)").strip()
-    changed = {line[3:] for line in _git("status", "--porcelain", "-uno").splitlines()}
-    return f"{head}, with changes since," if changed - {*GENERATED} else head
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(("git", *words), capture_output=True, text=True, check=True).stdout
