@@ -4,13 +4,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.ir.fake_results import address_of, fake_mode, metadata_of
+from shardmap_torch.checker.ir.fake_results import Outcome, address_of, fake_mode, metadata_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.paths import Branches, Numbers
 from shardmap_torch.checker.ir.program import (
@@ -62,10 +62,6 @@ def used_after_check(does: str) -> ShardTypeError:
         "that is filled in it.\n"
         "Fix: fill the cache before the first call, or compute its value in each."
     )
-
-
-Outcome: TypeAlias = tuple[Sequence[Types], frozenset[int]]
-"""Types and batched axes of the results of a call."""
 
 
 class Remembered:

@@ -2,14 +2,15 @@
 
 The file reads from top to bottom as an operation passes through it:
 
-1. `Operations.__torch_dispatch__` is called by torch. It repeats equal calls (`recall`), and takes
-   operators apart that have a decomposition.
+1. `Operations.__torch_dispatch__` is called by torch. It repeats calls like an equal one that came
+   before, as layers of a network are, and takes operators apart that have a decomposition.
 2. `_interpret` refuses what has no place in a body, replaces closures by fakes, takes Python values
    (`scalars`), and refuses writes into what is read-only.
 3. `_run` makes the results, on fake tensors.
 4. `result_types` types them, by the operator's row.
 5. `_store` writes the types into the store, and adds the equation to the program.
-6. Back in `_interpret`, those are called who follow operations: copies, `recall`, the observer.
+6. Back in `_interpret`, those are called who follow operations: copies, the memory of calls, the
+   observer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,17 +22,26 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
-from shardmap_torch.checker.interpreter.recall import Found, find, learn, repeat
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
 from shardmap_torch.checker.ir.decompositions import interpreted
-from shardmap_torch.checker.ir.fake_results import CallLookup, forget_written, look_up, run_fake
+from shardmap_torch.checker.ir.fake_results import (
+    CallLookup,
+    Result,
+    forget_written,
+    literals_of,
+    look_up,
+    make,
+    run_fake,
+)
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
 from shardmap_torch.checker.ir.program import Equation, Use, use_of, varying
-from shardmap_torch.checker.ir.rank_only import rank_only_part
+from shardmap_torch.checker.ir.rank_only import has_saving_hooks, rank_only_part
 from shardmap_torch.checker.rewrites import distributed
+from shardmap_torch.checker.rewrites.copies import is_marked
 from shardmap_torch.checker.rules.infer import (
     Types,
     branches,
+    is_in_linear_backward,
     name_arguments,
     named_tensors,
     signature_of,
@@ -107,7 +117,7 @@ class Operations(UncompiledMode):
         with Setting(interpreter, is_decomposing=True):
             return interpreted(func, args, kwargs or {}, self)
 
-    def _call(self, func: Any, args: Any, kwargs: Any, found: Found | None) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: Any, found: CallLookup | None) -> Any:
         if isinstance(func, HigherOrderOperator):
             raise ShardTypeError(
                 f"{self._interpreter.name}: {func} is called at {call_site()}, and operators that "
@@ -121,6 +131,96 @@ class Operations(UncompiledMode):
         return _interpret(self._interpreter, func, args, kwargs, found)
 
 
+# ------------------------------------------------------------------------------------- repeated
+
+_NONE: Final = frozenset[Any]()
+
+
+def find(
+    interpreter: Interpreter, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> CallLookup | None:
+    """Looks a call up; None where it cannot be remembered."""
+    # Hooks run the user's code at each tensor that autograd saves, equal calls included.
+    if interpreter.is_special or has_saving_hooks():
+        return None
+    call = look_up(interpreter.fake, op, args, kwargs)
+    if call is None:
+        return None
+    types = interpreter.types_by_storage
+    try:
+        call.storage_types = [types[seen[2]] for seen in call.seen]
+    except KeyError:  # a tensor without a type, which the full road reports
+        return None
+    known = call.known
+    if known is not None and known.repeats:
+        outcomes = interpreter.remembered.outcomes
+        is_view = known.is_view
+        call.outcome = (
+            ((), _NONE) if is_view else outcomes.get(_situation(interpreter, call, known))
+        )
+    return call
+
+
+def _situation(interpreter: Interpreter, call: CallLookup, known: Result) -> tuple[Any, ...]:
+    """Returns the call, the types of its operands as they are read, and what batches them."""
+    situation: list[Any] = [known.number]
+    number_of = interpreter.remembered.number_of
+    for tensor, storage_type in zip(call.tensors, call.storage_types, strict=True):
+        _, number, freed = number_of(storage_type.types)
+        read = number
+        if number != freed and not (storage_type.tasks and interpreter.is_cotangent(storage_type)):
+            # As `TypeStore.types` and `result_types` have it.
+            if not known.is_real or not interpreter.flows(tensor):
+                read = freed
+        situation += (number, read, storage_type.batched_over)
+    return tuple(situation)
+
+
+def learn(interpreter: Interpreter, call: CallLookup | None) -> None:
+    """Remembers the call that has just been typed, if all that matters is known of it."""
+    known = None if call is None else call.known
+    # The node decides the rule in a linear backward, and the key does not say which runs.
+    if call is None or known is None or not known.repeats or is_in_linear_backward():
+        return
+    if not known.is_view:
+        made = [use.storage_type for use in interpreter.equations[-1].results]
+        outcome = [each.types for each in made], made[0].batched_over if made else _NONE
+        interpreter.remembered.outcomes[_situation(interpreter, call, known)] = outcome
+
+
+def repeat(
+    interpreter: Interpreter, op: OpOverload, args: Sequence[Any], kwargs: Any, call: CallLookup
+) -> Any:
+    """Types a call as before, and makes its result; NotImplemented where it must be typed again."""
+    known, outcome = call.known, call.outcome
+    if known is None or outcome is None:
+        return NotImplemented
+    if running_backward() != NO_BACKWARD:
+        if not interpreter.running or is_in_linear_backward():
+            return NotImplemented
+        reject_unseen(interpreter)
+    site, backward = interpreter.site()
+    out = make(interpreter.fake, known, call.tensors)
+    uses = []
+    for name, at in known.operands:
+        storage_type, (*_, shape, dtype) = call.storage_types[at], call.seen[at]
+        number = call.tensors[at].__dict__.get("_shardmap_number")
+        uses.append(Use(name, storage_type, storage_type.types, dtype, shape, number))
+    equation = Equation(known.name, tuple(uses), (), site, backward)
+    equation.literals = known.literals
+    types, batched_over = outcome
+    tokens = interpreter.tokens_of(call.tensors, call.storage_types)
+    descent = tokens, interpreter.tasks_of(call.storage_types), batched_over
+    interpreter.type_results(equation, enumerate(known.tensors(out)), types, *descent)
+    interpreter.add(equation)
+    if interpreter.copies.any and known.is_view and any(map(is_marked, call.tensors)):
+        interpreter.copies.follow(interpreter, {"": call.tensors}, [], out, True)
+    if not (interpreter.observer is UNOBSERVED or interpreter.observer.is_ignored):
+        arguments = name_arguments(op, args, kwargs or {})
+        interpreter.observer.on_call(op, arguments, out, call.key)
+    return out
+
+
 # ---------------------------------------------------------------------------------- interpreted
 
 
@@ -129,9 +229,9 @@ def _interpret(
     op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    found: Found | None,
+    found: CallLookup | None,
 ) -> Any:
-    """Types one ATen operation, and runs it on fake tensors; `found` is from `recall.find`."""
+    """Types one ATen operation, and runs it on fake tensors; `found` is from `find`."""
     # Before all else: also a write while the interpreter is paused ends what is known of a tensor.
     forget_written(op, args, kwargs)
     if interpreter.is_paused or op.namespace in _SILENT or op in _SIZES:
@@ -164,9 +264,9 @@ def _interpret(
     types = [] if is_view else result_types(interpreter, op, arguments, _results_of(out))
     _store(interpreter, op, arguments, out, types)
     interpreter.copies.follow(interpreter, arguments, [*_written(op, arguments)], out, is_view)
-    learn(interpreter, found, op, args, arguments)
+    learn(interpreter, found)
     # The last, since it may ask for the types of the results.
-    interpreter.observer.on_call(*seen, out, found.call.key if found and not writes else None)
+    interpreter.observer.on_call(*seen, out, found.key if found and not writes else None)
     return out
 
 
@@ -212,7 +312,7 @@ def _reject_read_only(interpreter: Interpreter, op: OpOverload, value: Any) -> N
 
 def _look_up(
     interpreter: Interpreter,
-    found: Found | None,
+    found: CallLookup | None,
     op: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -222,7 +322,7 @@ def _look_up(
     What a write has changed of a tensor's metadata must not be remembered from before it.
     """
     if found is not None:
-        return found.call
+        return found
     is_known = not (interpreter.is_symbolic or op._schema.is_mutable)
     return look_up(interpreter.fake, op, args, kwargs) if is_known else None
 
@@ -288,7 +388,8 @@ def _store(
     batched_over = _batched_over(operands, types)
     site, backward = interpreter.site()
     equation = Equation(name_of(op), tuple(operands), (), site, backward)
-    equation.literals = _literals(interpreter, op, arguments)
+    shown = interpreter.numbers.shown
+    equation.literals = tuple((name, shown(x)) for name, x in literals_of(op, arguments))
     written = list(_written(op, arguments))
     types_written = _types_written(interpreter, op, arguments, written, types)
     for tensor, its_types in zip(written, types_written, strict=True):
@@ -306,18 +407,6 @@ def _store(
         storage_type.tasks |= tasks
     interpreter.type_results(equation, _results_of(out), types, tokens, tasks, batched_over)
     interpreter.add(equation)
-
-
-def _literals(
-    interpreter: Interpreter, op: OpOverload, arguments: Mapping[str, Any]
-) -> tuple[tuple[str, Any], ...]:
-    defaults, shown = signature_of(op).defaults, interpreter.numbers.shown
-    return tuple(
-        (name, shown(value))
-        for name, value in arguments.items()
-        if not any(True for _ in tensors_of(value))
-        and not (name in defaults and _same(value, defaults[name]))
-    )
 
 
 def _types_written(
@@ -352,7 +441,3 @@ def _batched_over(operands: Sequence[Use], results: Sequence[Types]) -> frozense
 def _written(op: OpOverload, arguments: Mapping[str, Any]) -> Iterator[Tensor]:
     for name in writes_of(op, arguments):
         yield from tensors_of(arguments[name])
-
-
-def _same(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and bool(value == default)

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.rules.infer import is_real, signature_of, tensors_of
+from shardmap_torch.checker.ir.program import StorageType
+from shardmap_torch.checker.ir.rank_only import is_rank_only
+from shardmap_torch.checker.rules.infer import (
+    Types,
+    draws,
+    is_real,
+    may_draw,
+    name_arguments,
+    signature_of,
+    tensors_of,
+)
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
@@ -43,6 +53,9 @@ Key: TypeAlias = tuple[Any, ...]
 
 Seen: TypeAlias = tuple[FakeTensorMode, int, int, tuple[int, ...], torch.dtype]
 """Of a tensor: its mode, the number of its metadata, the address of its storage, shape, dtype."""
+
+Outcome: TypeAlias = tuple[Sequence[Types], frozenset[int]]
+"""Types and batched axes of the results of a call."""
 
 SEEN: Final = "_shardmap_seen"
 PLACE: Final = "_shardmap_place"
@@ -90,25 +103,27 @@ class Result:
         container: the type of the list of results, if any.
         items: the results, up to their values.
         value: the result that is no tensor.
-        number: tells it from others, once `interpreter.recall` may type such calls alike.
         op: the overload; kept, so that its address stays its own.
         name: the name of their equations.
         literals: the arguments that are no tensors, by name.
         operands: for each operand, in the order of equations, the name and the position.
+        number: tells it from others.
         is_view: whether all results are views of operands.
         is_real: whether some results can have gradients.
+        repeats: whether operands of equal types have results of equal types.
     """
 
     container: type | None
     items: tuple[_Made | None, ...]
-    value: Any = None
-    number: int | None = field(default=None, compare=False, repr=False)
-    op: OpOverload | None = field(default=None, compare=False, repr=False)
-    name: str = field(default="", compare=False, repr=False)
-    literals: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
-    operands: tuple[tuple[str, int], ...] = field(default=(), compare=False, repr=False)
-    is_view: bool = field(default=False, compare=False, repr=False)
-    is_real: bool = field(default=False, compare=False, repr=False)
+    value: Any
+    op: OpOverload
+    name: str
+    literals: tuple[tuple[str, Any], ...]
+    operands: tuple[tuple[str, int], ...]
+    number: int = field(compare=False, repr=False)
+    is_view: bool = False
+    is_real: bool = False
+    repeats: bool = False
 
     def tensors(self, out: Any) -> list[FakeTensor]:
         """Lists the tensors of a result that was made of this."""
@@ -138,11 +153,17 @@ class CallLookup:
         key: equal for calls that are the same but for the values of their tensors.
         tensors: the operands, in the order of the arguments.
         seen: what is known of the metadata and memory of each.
+        known: what is known of such calls; None for the first.
+        storage_types: those of the operands, in an interpretation.
+        outcome: types and batched axes of its results; None for the first with such operands.
     """
 
     key: Key
     tensors: list[FakeTensor]
     seen: list[Seen]
+    known: Result | None = None
+    storage_types: Sequence[StorageType] = ()
+    outcome: Outcome | None = None
 
 
 def look_up(
@@ -160,6 +181,7 @@ def look_up(
         if isinstance(value, Tensor | list | tuple) or not _add(mode, key, (value,), found):
             return None
     found.key = tuple(key)
+    found.known = _RESULTS.find(found.key)
     return found
 
 
@@ -262,14 +284,12 @@ def run_fake(
                 return _grouped_result(*args, **kwargs)
         if call is None or not _is_known(op):
             return _run(mode, op, args, kwargs)
-        known = _RESULTS.find(call.key)
-        if known is not None:
-            _RESULTS.put(call.key, known)
-            return make(mode, known, call.tensors)
+        if call.known is not None:
+            return make(mode, call.known, call.tensors)
         out = op(*args, **kwargs)
-        result = _describe(out, call.tensors)
-        if result is not None:
-            _RESULTS.put(call.key, result)
+        call.known = _describe(op, args, kwargs, out, call.tensors)
+        if call.known is not None:
+            _RESULTS.put(call.key, call.known)
         return out
     except RuntimeError as error:
         if forward_level() < 0 or "devices, meta and" not in str(error):
@@ -339,18 +359,45 @@ def _make_fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> Fake
     return made
 
 
-def _describe(out: Any, operands: Sequence[Tensor]) -> Result | None:
-    """Describes a result; None if it is not made of new memory and views alone."""
+def _describe(
+    op: OpOverload, args: Sequence[Any], kwargs: Any, out: Any, operands: Sequence[Tensor]
+) -> Result | None:
+    """Describes a call; None if its result is not made of new memory and views alone."""
     container = type(out) if isinstance(out, list | tuple) else None
     if container not in (None, list, tuple):
         return None
-    items = [out] if container is None else out
-    if type(out) in PLAIN and not operands:
-        return Result(None, (), out)
+    is_value = type(out) in PLAIN and not operands
+    outs = () if is_value else [out] if container is None else out
+    items = _describe_tensors(outs, operands)
+    if items is None:
+        return None
+    arguments = name_arguments(op, args, kwargs or {})
+    name, literals = op._schema.name.split("::")[1], literals_of(op, arguments)
+    made = container, items, out if is_value else None
+    found = Result(*made, op, name, literals, tuple(_named(op, args)), next(_COUNT))
+    views = {item is not None and item.operand is not None for item in items}
+    found.is_view = True in views
+    found.is_real = any(item is not None and is_real(item.dtype) for item in items)
+    # Typed anew each time is what has results of several kinds, or depends on more than types.
+    is_plain = None not in items and len(views) <= 1 and (bool(items) or is_value)
+    is_drawn = may_draw(op) and draws(op, arguments)
+    is_unlike = op in _UNLIKE or is_rank_only(op) or signature_of(op).branches
+    found.repeats = is_plain and not is_drawn and not is_unlike
+    return found
+
+
+_UNLIKE: Final = frozenset((_aten.view.dtype, _aten.ones_like.default))
+"""Calls whose results depend on more: bits have no type, and backwards start from ones."""
+
+
+def _describe_tensors(
+    outs: Sequence[Any], operands: Sequence[Tensor]
+) -> tuple[_Made | None, ...] | None:
+    """Describes results, which may be None; None if one is more than new memory or a view."""
     places = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(reversed(operands))}
     made: list[_Made | None] = []
     new: set[int] = set()
-    for item in items:
+    for item in outs:
         if item is None:
             made.append(None)
             continue
@@ -369,7 +416,22 @@ def _describe(out: Any, operands: Sequence[Tensor]) -> Result | None:
         offset = 0 if at is None else int(item.storage_offset() - operands[at].storage_offset())
         metadata = tuple(item.shape), item.stride(), item.dtype, item.fake_device
         made.append(_Made(number_of(*metadata), *metadata, at, offset))
-    return Result(container, tuple(made))
+    return tuple(made)
+
+
+def literals_of(op: OpOverload, arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns the arguments that are no tensors, by name, without those that are as by default."""
+    defaults = signature_of(op).defaults
+    return tuple(
+        (name, value)
+        for name, value in arguments.items()
+        if not any(True for _ in tensors_of(value))
+        and not (name in defaults and _same(value, defaults[name]))
+    )
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
 
 
 def _fills(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
@@ -377,29 +439,6 @@ def _fills(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     num_entries = last + 1 if tensor.numel() else 0
     return tensor.storage_offset() == 0 and storage.nbytes() == num_entries * tensor.itemsize
-
-
-def described(call: CallLookup) -> Result | None:
-    """Returns what is known of the result of calls like this one."""
-    return _RESULTS.find(call.key)
-
-
-def describe_call(
-    call: CallLookup, op: OpOverload, literals: tuple[tuple[str, Any], ...], args: Sequence[Any]
-) -> Result | None:
-    """Adds to what is known of a call how equations show it; None where that says not all."""
-    result = described(call)
-    items = () if result is None else result.items
-    views = {item is not None and item.operand is not None for item in items}
-    if result is None or None in items or len(views) > 1:
-        return None
-    if not items and result.container is not None:
-        return None
-    result.number, result.op, result.literals = next(_COUNT), op, literals
-    result.name = op._schema.name.split("::")[1]
-    result.operands, result.is_view = tuple(_named(op, args)), True in views
-    result.is_real = any(item is not None and is_real(item.dtype) for item in items)
-    return result
 
 
 def _named(op: OpOverload, args: Sequence[Any]) -> list[tuple[str, int]]:

@@ -94,19 +94,15 @@ class Branches:
     def __init__(self, name: str, given: Sequence[bool] = (), others: int = 0) -> None:
         """Keeps the answers; `others` is the number of other known paths."""
         self.name, self._answers, self._others = name, given, others
-        self.marks_parts = False  # kept by `start`
-        self.start()
-
-    def end(self) -> None:
-        """Ends the interpretation: later conditions are errors."""
-        self._ended = True
-
-    def start(self) -> None:
-        """Resets the state, for another interpretation of the same path."""
+        self.marks_parts = False
         self.taken: list[Branch] = []
         self._known: list[tuple[Condition, bool]] = []
         self._ended = False
         self.refusal: ShardTypeError | TransformError | None = None
+
+    def end(self) -> None:
+        """Ends the interpretation: later conditions are errors."""
+        self._ended = True
 
     def __enter__(self) -> None:
         """Does nothing."""

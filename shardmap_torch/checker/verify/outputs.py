@@ -241,7 +241,7 @@ def _exit(
     is_free = made.uncommitted.assumed == K or not interpreter.flows(base_of(value))
     readings = _READINGS.get((axis_type.kind, promise), "") if is_free else ""
     others = frozenset(_EXITS[reading, promise] for reading in readings)
-    shared = request.resolved.exits.get(where, found)
+    shared = request.reading.resolved.exits.get(where, found)
     origin = interpreter.storage_type(value).origin()
     return Exit(shared if shared in others else found, others, origin)
 

@@ -30,12 +30,20 @@ class Reading:
             place of interpreting that backward too.
         cast: the lines of calls of `lax` whose equal results are cast where they meet what varies.
         uncommitted: the type that an uncommitted operand counts as in a cast of `lax`.
+        marks_parts: whether a rank may take its own part of a tuple that torch returns.
+        compares: whether steps are compared with those on one device.
+        resolved: the conversions that all paths share.
+        rounds: how often such were found before, by this reading.
     """
 
     results: AxisType = K
     assumes: bool = True
     cast: frozenset[tuple[Site, ...]] = frozenset()
     uncommitted: AxisType = I
+    marks_parts: bool = False
+    compares: bool = True
+    resolved: Resolved = field(default_factory=Resolved)
+    rounds: int = 0
 
     def casts(self, strictness: Strictness) -> Readings:
         """Returns how collectives are to read their operands."""
@@ -50,10 +58,12 @@ class Met:
     Attributes:
         results: whether the gradients of results that are read as K do not fit.
         assumed: whether a gradient was assumed.
+        failed_there: whether the ranks have come to where the program on one device has failed.
     """
 
     results: bool = False
     assumed: bool = False
+    failed_there: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,6 @@ class Request:
         strictness: whether the forward is also compared with the program on one device.
         sizes: those of arguments that are symbols.
         reading: how to read what the program leaves open; `casts` is the part for collectives.
-        resolved: the conversions of results that all paths share.
         start: the first step of the notes for runs, which all paths share.
         met: which parts of the reading have mattered.
     """
@@ -77,7 +86,6 @@ class Request:
     sizes: Sizes = EXACT
     reading: Reading = field(default_factory=Reading)
     casts: Readings = field(default_factory=Readings)
-    resolved: Resolved = field(default_factory=Resolved)
     start: CheckedStep = field(default_factory=CheckedStep)
     met: Met = field(default_factory=Met)
 

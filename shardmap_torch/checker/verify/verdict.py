@@ -11,7 +11,7 @@ from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.monitor import CheckedStep, End, RunMonitor
 from shardmap_torch.checker.ir.own_functions import communicating
-from shardmap_torch.checker.ir.paths import every_path, format_branches
+from shardmap_torch.checker.ir.paths import AgainError, every_path, format_branches
 from shardmap_torch.checker.ir.program import (
     Cast,
     Crossing,
@@ -390,43 +390,89 @@ def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = E
     failures: list[tuple[Reading, ShardTypeError]] = []
     try:
         while reading is not None:
-            casts = reading.casts(strictness)
-            request = Request(call, repair, strictness, sizes, reading, casts)
+            shared, casts = reading.resolved.replicate, reading.casts(strictness)
+            own = replace(call, match=with_replicate(call, shared)) if shared else call
+            request = Request(own, repair, strictness, sizes, reading, casts)
             try:
-                return _verify_paths(request)
-            except Exception as error:  # the user's code may raise anything
-                if isinstance(error, ShardTypeError):
+                found = _verify_paths(request)
+            except (Exception, AgainError) as error:  # the user's code may raise anything
+                following = _next(request, error)
+                if isinstance(error, ShardTypeError) and not _is_explained(request):
                     failures.append((reading, error))
-                elif not (request.met.assumed and reading.assumes):
+                elif following is None:
                     raise
-                reading = _next(request, error)
+                reading = following
+            else:
+                if isinstance(found, Verdict):
+                    return found
+                reading = found
         raise _shown(failures) from None
     finally:
         failures.clear()  # they refer to this frame, which refers to them
 
 
-def _next(request: Request, error: Exception) -> Reading | None:
+def _verify_paths(request: Request) -> Verdict | Reading:
+    """Verifies all paths; returns a reading with choices that they share, if some had others."""
+    call, reading = request.call, request.reading
+    outcomes = every_path(call.name, partial(verify_path, request))
+    if all(outcome.result is None for outcome in outcomes):
+        assert outcomes[0].error is not None  # it has no result
+        raise outcomes[0].error
+    resolved = resolve(call, outcomes)
+    if not any(differs(outcome, resolved) for outcome in outcomes):
+        return _verdict(request, resolved, outcomes)
+    if reading.rounds == _ROUNDS:
+        raise ShardTypeError(
+            f"{call.name}: no types of the inputs and results were found that suit all paths "
+            "through the body.\nFix: name the axes of inputs in replicate= or invariant=, or use "
+            "torch.where."
+        )
+    return replace(reading, resolved=resolved, rounds=reading.rounds + 1)
+
+
+_ROUNDS: Final = 3
+"""Maximal number of rounds over the paths with choices that they share: those of one are the next
+one's."""
+
+
+def _is_explained(request: Request) -> bool:
+    """Returns whether an error is no more than that the program on one device has failed."""
+    return request.met.failed_there and request.reading.compares
+
+
+def _next(request: Request, error: BaseException) -> Reading | None:
     """Returns the reading to try after one by which a program is not well-typed, if one is left.
 
     Only what has mattered in the failure is read otherwise, the cheapest first.
     """
     reading, met, casts = request.reading, request.met, request.casts
-    # 1. A result that is K has been returned as I, and its gradients do not fit: as R.
+    # 1. The body takes a rank's part of a tuple: what torch returns is marked.
+    if isinstance(error, AgainError):
+        return replace(reading, marks_parts=True)
+    # 2. The ranks have come to where the program on one device has failed. What differs before that
+    # is the cause of what fails after it; else types alone are checked.
+    if _is_explained(request):
+        return replace(reading, compares=False)
+    is_typed = isinstance(error, ShardTypeError)
+    if not (is_typed or (met.assumed and reading.assumes)):
+        return None
+    anew = replace(reading, compares=True, resolved=Resolved(), rounds=0)
+    # 3. A result that is K has been returned as I, and its gradients do not fit: as R.
     if met.results and reading.results == K:
-        return replace(reading, results=R)
-    # 2. One-device gradients that are assumed stand for a backward that nothing has looked at. To
+        return replace(anew, results=R)
+    # 4. One-device gradients that are assumed stand for a backward that nothing has looked at. To
     # interpret it costs as much as the ranks' own, but what is assumed may be what is wrong.
     if met.assumed and reading.assumes:
-        return replace(reading, results=K, assumes=False)
-    # 3. Equal results of `lax` that meet what varies are cast by JAX where they meet, a call at a
+        return replace(anew, results=K, assumes=False)
+    # 5. Equal results of `lax` that meet what varies are cast by JAX where they meet, a call at a
     # time: of those calls that the error is about.
     makers = rejection_of(error).equal if isinstance(error, ShardTypeError) else ()
     cast = reading.cast | {casts.results[made] for made in makers if made in casts.results}
     if cast != reading.cast:
-        return Reading(cast=cast, uncommitted=reading.uncommitted)
-    # 4. JAX sums the gradient of what it casts. Where that does not type, it stays a pending sum.
+        return replace(anew, cast=cast, results=K, assumes=True)
+    # 6. JAX sums the gradient of what it casts. Where that does not type, it stays a pending sum.
     if casts.asked and reading.uncommitted == I:
-        return Reading(uncommitted=R)
+        return replace(anew, cast=frozenset(), results=K, assumes=True, uncommitted=R)
     return None
 
 
@@ -441,31 +487,6 @@ def _shown(failures: Sequence[tuple[Reading, ShardTypeError]]) -> ShardTypeError
     computed = {by.cast for by, _ in own if not by.assumes}
     first, *later = [error for by, error in own if not (by.assumes and by.cast in computed)]
     return next((each for each in reversed(later) if R not in rejection_of(each).types), first)
-
-
-def _verify_paths(request: Request) -> Verdict:
-    """Verifies all paths, with choices that they share: those of one are the next one's."""
-    call = request.call
-    for _ in range(_ROUNDS):
-        outcomes = every_path(call.name, partial(verify_path, request))
-        if all(outcome.result is None for outcome in outcomes):
-            assert outcomes[0].error is not None  # it has no result
-            raise outcomes[0].error
-        resolved = resolve(request.call, outcomes)
-        if not any(differs(outcome, resolved) for outcome in outcomes):
-            return _verdict(request, resolved, outcomes)
-        match = with_replicate(request.call, resolved.replicate)
-        request = replace(
-            request, call=replace(call, match=match), resolved=resolved, start=CheckedStep()
-        )
-    raise ShardTypeError(
-        f"{call.name}: no types of the inputs and results were found that suit all paths through "
-        "the body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."
-    )
-
-
-_ROUNDS: Final = 4
-"""Maximal number of rounds over the paths with the choices they share."""
 
 
 def _verdict(request: Request, resolved: Resolved, outcomes: Sequence[PathOutcome]) -> Verdict:

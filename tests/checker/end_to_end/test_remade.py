@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.checker import check_step
 from shardmap_torch import I, P, R, all_reduce, check_program, convert, make_mesh, shard_map
-from shardmap_torch.checker.interpreter import recall
+from shardmap_torch.checker.interpreter import operations
 from shardmap_torch.checker.ir import fake_results
 from shardmap_torch.checker.spmd.repeated import Repeated
 from tests.checker.support import position_programs, softmax_programs, vocabulary_programs
@@ -60,7 +60,7 @@ def test_answers_on_equal_layers_are_those_made_anew(strictness: str) -> None:
     ("forgetful", "name", "value"),
     [
         (Repeated, "_number", lambda self, shard: 0),
-        (recall, "_situation", lambda *args: ()),
+        (operations, "_situation", lambda *args: ()),
         (fake_results, "number_of", lambda *described: -1),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 import shardmap_torch as smt
 from shardmap_torch import I, P, R, ShardTypeError, all_reduce, check_program, convert, make_mesh
 from shardmap_torch.checker.spmd import assumed
-from shardmap_torch.checker.verify import one_device, path
+from shardmap_torch.checker.verify import path
 from shardmap_torch.collectives.autograd import TypedFunction
 
 Body: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -34,7 +34,7 @@ def check(body: Body, *, differentiated: bool = False) -> None:
 @contextmanager
 def seeing() -> Iterator[tuple[list[bool], list[bool]]]:
     """Yields whether each differentiation is assumed, and whether each record may assume any."""
-    assume, record = assumed.assume, one_device.interpret_on_one_device
+    assume, record = assumed.assume, path.interpret_on_one_device
     found: list[bool] = []
     records: list[bool] = []
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from shardmap_torch.checker.interpreter import operations, recall, result_types
+from shardmap_torch.checker.interpreter import operations, result_types
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.checker.interpreter.recall import Found
 from shardmap_torch.checker.ir import fake_results
+from shardmap_torch.checker.ir.fake_results import CallLookup
 from shardmap_torch.checker.rules import infer
 from shardmap_torch.checker.spmd import layout
 from shardmap_torch.checker.spmd.operations import Operations
@@ -102,11 +102,11 @@ def _comparisons(counts: Counter[str]) -> Iterator[None]:
 @contextmanager
 def _calls(counts: Counter[str]) -> Iterator[None]:
     """Types of results of calls, and their metadata."""
-    call, type_, learn = operations._interpret, result_types.result_types, recall.learn
-    expected: list[Found | None] = [None]
+    call, type_, learn = operations._interpret, result_types.result_types, operations.learn
+    expected: list[CallLookup | None] = [None]
 
     def call_anew(
-        self: Interpreter, op: Any, args: Any, kwargs: Any, found: Found | None = None
+        self: Interpreter, op: Any, args: Any, kwargs: Any, found: CallLookup | None = None
     ) -> Any:
         expected[0] = found
         return call(self, op, args, kwargs, found)
@@ -119,11 +119,11 @@ def _calls(counts: Counter[str]) -> Iterator[None]:
                 raise ForgottenError(f"{op}: {error}") from error
             raise
 
-    def learn_again(self: Interpreter, found: Found | None, op: Any, *rest: Any) -> None:
+    def learn_again(self: Interpreter, found: CallLookup | None) -> None:
         if found is not None and found.known is not None and found.outcome is not None:
             counts["calls"] += 1
-            _require_same_call(self, found, op)
-        learn(self, found, op, *rest)
+            _require_same_call(self, found)
+        learn(self, found)
 
     with (
         patch.object(operations, "repeat", lambda *args: NotImplemented),
@@ -134,13 +134,13 @@ def _calls(counts: Counter[str]) -> Iterator[None]:
         yield
 
 
-def _require_same_call(made_by: Interpreter, found: Found, op: Any) -> None:
+def _require_same_call(made_by: Interpreter, found: CallLookup) -> None:
     equation, known = made_by.equations[-1], found.known
     assert known is not None
     assert found.outcome is not None
     types, batched_over = found.outcome
-    uses = equation.results
-    require(f"{op}", known.op, op)
+    uses, op = equation.results, known.op
+    require(f"{op}", known.name, equation.name)
     require(f"literals of {op}", known.literals, equation.literals)
     require(
         f"results of {op}",
@@ -165,12 +165,14 @@ def _results(counts: Counter[str]) -> Iterator[None]:
     run = fake_results.run_fake
 
     def run_anew(mode: Any, call: Any, op: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        known = None if call is None else fake_results.described(call)
+        known = None if call is None else call.known
         if known is None:
             return run(mode, call, op, args, kwargs)
         out = op(*args, **kwargs)
         counts["results"] += 1
-        require(f"metadata of {op}", known, fake_results._describe(out, call.tensors))
+        require(
+            f"metadata of {op}", known, fake_results._describe(op, args, kwargs, out, call.tensors)
+        )
         return out
 
     with patch.object(operations, "run_fake", run_anew):
@@ -221,10 +223,9 @@ def _gradients(counts: Counter[str]) -> Iterator[None]:
         outcome = verify(request, branches)
         if not request.met.assumed:
             return outcome
-        branches.start()
         computed = replace(request, reading=replace(request.reading, assumes=False))
         try:
-            anew = verify(computed, branches)
+            anew = verify(computed, branches.again())
         except Exception as error:
             raise ForgottenError(f"with gradients that are computed: {error}") from error
         counts["gradients"] += 1
