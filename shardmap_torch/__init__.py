@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 from shardmap_torch import ops
 from shardmap_torch.autodiff.gradients import grad, value_and_grad, vjp
 from shardmap_torch.checker.api import ShapeDtype, check_program, explain, trace
-from shardmap_torch.checker.assertions import assert_type, typeof
 from shardmap_torch.checker.explanation import Explanation
 from shardmap_torch.checker.guards.state import assume_constant
-from shardmap_torch.checker.ir.decompositions import register_decomposition
+from shardmap_torch.checker.queries import assert_type, typeof
 from shardmap_torch.checker.region import local_region
-from shardmap_torch.checker.rules.registry import register_rule
+from shardmap_torch.checker.rules.registry import register_decomposition, register_rule
 from shardmap_torch.checker.rules.rule import Row
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.contracts import export

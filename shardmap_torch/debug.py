@@ -13,9 +13,9 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.rank import RankBackend
 from shardmap_torch.backends.threads import Rendezvous, ThreadBackend
 from shardmap_torch.backends.vmap import BatchedBackend
-from shardmap_torch.checker.assertions import types_in_check
 from shardmap_torch.checker.interpreter.interpreter import current_interpreter
 from shardmap_torch.checker.ir.program import show_types
+from shardmap_torch.checker.queries import types_in_check
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.control.messages import by_ranks
 from shardmap_torch.core.ambient import SILENT

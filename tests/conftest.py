@@ -31,7 +31,7 @@ SLOW: Final = {
         *("checker/end_to_end", "examples", "faults", "nn", "parallel", "programs", "saving"),
         *("checker/rules/test_rules.py", "collectives/test_table.py", "kernels/test_typed.py"),
         *("kernels/test_lanes.py", "kernels/test_engine.py", "test_lax.py"),
-        *("kernels/test_planner.py", "checker/sizes/test_general.py", "ops/test_reduce.py"),
+        *("kernels/test_planner.py", "checker/test_sizes.py", "ops/test_reduce.py"),
         *("checker/verify/test_repairs.py", "ops/test_reshard.py"),
     )
 }

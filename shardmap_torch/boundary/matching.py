@@ -16,6 +16,7 @@ from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.dtensors import dtensor_class, is_dtensor
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
 from shardmap_torch.core.torch_private.engine import (
+    FakeTensor,
     are_transforms_active,
     dispatch_mode_stack,
     functorch,
@@ -195,7 +196,7 @@ def kinds_of(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
     if torch.compiler.is_dynamo_compiling() or are_transforms_active():
         return None
     kinds: list[Any] = []
-    tracked, known = torch.is_grad_enabled(), (Tensor, Parameter, dtensor_class())
+    tracked, known = torch.is_grad_enabled(), (Tensor, Parameter, FakeTensor, dtensor_class())
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             kinds.append(type(leaf))

@@ -1,25 +1,175 @@
-"""Queries of layers and optimizers while a body is checked; in a run they cost nothing."""
+"""Types and layouts, asked for and asserted in a body while it is interpreted.
+
+`typeof` and `assert_type` are public; layers and optimizers ask the rest, at no cost in a run.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from shardmap_torch.checker.assertions import types_in_check
-from shardmap_torch.checker.interpreter.interpreter import Setting, current_interpreter
+from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.interpreter import (
+    Interpreter,
+    Setting,
+    current_interpreter,
+)
 from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.ir.program import Equation
+from shardmap_torch.checker.ir.program import Asserted, Equation
 from shardmap_torch.checker.ir.repairs import Insert, Repair, propose
 from shardmap_torch.checker.region import local_region, note_region
+from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.protocol import Note
+from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import CollectiveError, ShardTypeError, show
 from shardmap_torch.spec import P
-from shardmap_torch.types import AxisType, I, R, Z
+from shardmap_torch.types import AxisType, I, K, Partial, R, S, TypeLike, V, Z, as_type
+
+X = TypeVar("X", bound=Tensor)
+
+
+def typeof(x: Tensor) -> Mapping[str, AxisType]:
+    """Returns the type of `x` along each mesh axis, as the checker found it.
+
+    A run has no types: it gets what was found when the body was checked. K is the type of what is
+    equal on all ranks and neither I nor R yet. Shape of `x`: any. Sends nothing.
+
+    Raises:
+        ShardTypeError: outside a body, with check=False, or where paths through the body differ.
+
+    Source: `jax.typeof`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import I, P, all_reduce, check_program, make_mesh, shard_map, typeof
+        >>> mesh = make_mesh((8,), ("tp",), kind="abstract")
+        >>> @shard_map(mesh=mesh, in_specs=(P("tp"),), out_specs=P())
+        ... def total(x):
+        ...     print(typeof(x))
+        ...     return all_reduce(x.sum(), "tp", dst=I)
+        >>> _ = check_program(total, torch.ones(16))
+        {'tp': V}
+    """
+    _tensor("typeof", x)
+    scope = current_scope()
+    if scope is None or scope.monitor is None:
+        where = "outside a body" if scope is None else "in a body that is not checked"
+        raise ShardTypeError(f"typeof was called {where}, and values have types in checked ones.")
+    note = scope.monitor.note("typeof")
+    interpreter = current_interpreter()
+    if interpreter is not None:
+        found = tuple(types_in_check(interpreter, x).values())
+        interpreter.note_types(note, found, "typeof finds", "call it on one of the paths.")
+    return dict(zip(scope.backend.mesh.axis_names, note.types, strict=True))
+
+
+def _tensor(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ShardTypeError(f"{name} takes a tensor of the body, not {show(x)}.")
+    return x
+
+
+def types_in_check(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
+    """Returns the types along each axis; under global strictness with the sharded dims."""
+    types = interpreter.by_axis(interpreter.types_of(x))
+    spec = interpreter.observer.spec_of(interpreter.fakify(x))
+    return types if spec is None else {**types, **spec.types}
+
+
+def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
+    """Requires that `x` has these types, checked when the body is interpreted; returns `x`.
+
+    One type without an axis is meant along all axes that are bound. An input whose spec leaves an
+    axis open is compared with the type that its gradient gives it in the end. Other values that are
+    equal on all ranks and through which no gradient flows are neither I nor R, and pass for both.
+    Shape of `x`: any. Sends nothing; at run time it does nothing.
+
+    Raises:
+        ShardTypeError: a type differs; while the body is interpreted.
+
+    Source: `spmd_types.assert_type`.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import P, V, assert_type, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: assert_type(x, {"tp": V}) * 2
+        >>> shard_map(f, mesh=mesh, in_specs=(P("tp"),), out_specs=P("tp"))(torch.ones(2))
+        tensor([2., 2.])
+    """
+    interpreter = current_interpreter()
+    if interpreter is None or not interpreter.observer.judges:
+        return x
+    _tensor("assert_type", x)
+    have = types_in_check(interpreter, x)
+    shards = interpreter.observer.spec_of(interpreter.fakify(x)) is not None
+    for axis, like in _by_axis(interpreter, types).items():
+        expected = _counted_from_front(as_type(like), x)
+        if expected.kind == "S" and not shards:
+            raise CollectiveError(
+                f"assert_type: {expected} over {axis!r} cannot be distinguished from V: shards "
+                "are tracked only with check='global'. Use V."
+            )
+        storage_type = interpreter.storage_type(interpreter.fakify(x))
+        is_shard = expected.kind == "S" and interpreter.mesh.shape[axis] == 1  # all of it
+        if not _matches(have[axis], V if is_shard else expected):
+            wrong = messages.error(
+                interpreter,
+                f"assert_type expects {expected} over {axis!r}, but the value is {have[axis]}.",
+                [f"  the value is from {storage_type.origin()}"],
+                "",
+                types=[have[axis]],
+            )
+            interpreter.numbers.branches.fail(wrong)
+        if storage_type.leaf is not None and have[axis] == K:
+            asserted = Asserted(storage_type.leaf, axis, expected, interpreter.site()[0])
+            interpreter.asserted.append(asserted)
+    return x
+
+
+def _counted_from_front(expected: AxisType, x: Tensor) -> AxisType:
+    """Returns a type whose dim is counted from the front, as in S(-1) of a matrix."""
+    if expected.kind != "S" or expected.dim is None:
+        return expected
+    if not -x.ndim <= expected.dim < x.ndim:
+        raise CollectiveError(
+            f"assert_type: {expected} names dim {expected.dim} of a tensor of {x.ndim} dims."
+        )
+    return S(expected.dim % x.ndim)
+
+
+def _by_axis(interpreter: Interpreter, types: object) -> Mapping[str, TypeLike]:
+    """The expected type along each axis."""
+    if isinstance(types, AxisType | str):
+        scope = current_scope()
+        bound = interpreter.axes if scope is None else scope.axes
+        return {axis: types for axis in interpreter.axes if axis in bound}
+    if not isinstance(types, Mapping):
+        raise CollectiveError(
+            f"assert_type takes a type, or a dict from axes to types, not {show(types)}."
+        )
+    mesh = interpreter.mesh
+    unknown = [show(axis) for axis in types if axis not in mesh.shape]
+    if unknown:
+        raise CollectiveError(f"assert_type: no axis {min(unknown)} in the {mesh}.")
+    return {axis: like for name, like in types.items() for axis in mesh.finest([name])}
+
+
+def _matches(have: AxisType, expected: AxisType) -> bool:
+    if expected.kind == "S":
+        return have == expected
+    have = plain(have)
+    if have == K:
+        return expected in (I, R)
+    return have == expected or (have == Z and expected in (I, R, V, Partial))
+
+
+# ---------------------------------------------------------------- of layers and optimizers
 
 
 def types_now(x: Tensor) -> Mapping[str, AxisType] | None:

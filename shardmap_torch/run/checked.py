@@ -15,7 +15,6 @@ from typing import Any, Final, NoReturn
 import torch
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.cache_key import CapturedState, Signature, signature, split
 from shardmap_torch.checker.guards.monitor import (
     Departure,
     Difference,
@@ -23,10 +22,11 @@ from shardmap_torch.checker.guards.monitor import (
     ResizedMonitor,
     depart,
 )
+from shardmap_torch.checker.guards.state import CapturedState, Signature, signature, split
 from shardmap_torch.checker.interpreter.interpreter import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
-from shardmap_torch.checker.sizes.history import History
+from shardmap_torch.checker.sizes import History
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt
 from shardmap_torch.checker.verify.verdict import verify as verify_steps

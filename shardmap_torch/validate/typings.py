@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.api import ShapeDtype, check_program
-from shardmap_torch.checker.assertions import typeof
+from shardmap_torch.checker.queries import typeof
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.torch_private.engine import OpOverload

@@ -10,18 +10,34 @@ A look-up compares versions of dicts and identities of objects in C, some 0.3 us
 torch; a walk is made again only where one of them differs.
 """
 
-from collections import OrderedDict, defaultdict, deque
+import argparse
+import dis
+import site
+import sys
+import sysconfig
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import _lru_cache_wrapper, cached_property, partial
+from dataclasses import dataclass
+from functools import _lru_cache_wrapper, cached_property, lru_cache, partial
 from itertools import chain
+from numbers import Number
 from operator import attrgetter, call, is_
-from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardmap_torch.checker.guards.code import Origins, imported_by, module_of, names_in
+from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.holders import (
     ABSENT,
     Holder,
@@ -31,10 +47,13 @@ from shardmap_torch.checker.guards.holders import (
     is_same,
     slots_of,
 )
+from shardmap_torch.checker.rules.registry import table_version
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.source_location import definition_of
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     dict_version,
+    forward_level,
     functorch,
     no_torch_function,
     tensor_guard,
@@ -417,3 +436,242 @@ def _too_much(function: Any) -> ShardTypeError:
         "vocabulary or a data set, by shardmap_torch.assume_constant(value), or pass what the body "
         "needs of it as an argument."
     )
+
+
+# ---------------------------------------------------------- names in code, and whose code it is
+
+
+_OWN: Final = str(Path(__file__).parents[2])
+_SITES: Final = tuple(
+    f"{folder}/"
+    for folder in (
+        *(sysconfig.get_path("purelib"), sysconfig.get_path("platlib")),
+        *(*site.getsitepackages(), site.getusersitepackages()),
+    )
+)
+"""Folders of distributions that are installed, unless in place."""
+_LIBRARIES: Final = (
+    *(*_SITES, f"{_OWN}/", str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")),
+    *("<frozen ", "<__array_function__"),
+)
+_OPEN: Final = (
+    *(nn.Module, torch.optim.Optimizer, argparse.Namespace, SimpleNamespace),
+    *(ChainMap, UserDict, UserList),
+)
+"""Classes of Python and torch whose objects have data of a user's."""
+_CLOSED: Final = (*sys.stdlib_module_names, "torch", Path(_OWN).name)
+"""Packages whose other objects have none: loggers, locks, caches, verdicts."""
+_BY_TEXT: Final = frozenset({"globals", "eval", "exec", "f_globals"})
+"""Names by which code reads globals that its strings name."""
+_LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+
+
+class Names(NamedTuple):
+    """Names in code and in the functions that it has.
+
+    Attributes:
+        globals: variables that it reads outside of functions.
+        others: those, attributes, imported modules, and strings that could be names.
+    """
+
+    globals: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> Names:
+    """Finds the names in code and in the functions that it has."""
+    globals_: dict[str, None] = {}
+    others: dict[str, None] = {}
+    texts: dict[str, None] = {}
+    for each in _codes(code):
+        loads = [str(i.argval) for i in dis.get_instructions(each) if i.opname in _LOADS]
+        globals_ |= dict.fromkeys(loads)
+        others |= dict.fromkeys(each.co_names)
+        constants = [text for text in each.co_consts if isinstance(text, str)]
+        texts |= dict.fromkeys(text for text in constants if text.isidentifier())
+    read = {**globals_, **texts} if _BY_TEXT & others.keys() else globals_
+    return Names((*read,), (*others, *texts))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def imported_by(function: FunctionType) -> list[ModuleType]:
+    """Returns the modules that a function imports when it runs, also relatively."""
+    package = function.__globals__.get("__package__") or ""
+    _, names = names_in(function.__code__)
+    found = [sys.modules.get(full) for name in names for full in (name, f"{package}.{name}")]
+    return [module for module in found if isinstance(module, ModuleType)]
+
+
+class Origins:
+    """Tells a user's code from that of libraries.
+
+    The package of the function itself counts as the user's, also where it is installed.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        file = _file_of(function)
+        where = next((folder for folder in _SITES if file.startswith(folder)), "")
+        package = file.removeprefix(where).split("/")[0] if where else ""
+        self._home = f"{where}{package}" if package and package not in _CLOSED else None
+
+    def is_library(self, file: str) -> bool:
+        """Returns whether a file is one of Python, torch, this or another installed package."""
+        return file.startswith(_LIBRARIES) and not (self._home and file.startswith(self._home))
+
+    def is_of_library(self, module: str) -> bool:
+        """Returns whether the module of a name is a library's."""
+        file = _file_of_module(module)
+        if file:
+            return self.is_library(file)
+        return module in sys.modules and module.split(".")[0] in sys.stdlib_module_names
+
+    def is_closed(self, kind: type) -> bool:
+        """Returns whether the objects of a class are compared by identity."""
+        module = module_of(kind)
+        if issubclass(kind, _OPEN) or module.split(".")[0] not in _CLOSED:
+            return False
+        return self.is_of_library(module)
+
+
+def module_of(kind: type) -> str:
+    """Returns the name of the module of a class, without a question to its metaclass."""
+    name = vars(kind).get("__module__")
+    return name if isinstance(name, str) else "builtins"
+
+
+def _file_of(function: Callable[..., Any] | None) -> str:
+    function = function.__func__ if isinstance(function, MethodType) else function
+    if isinstance(function, FunctionType):
+        return function.__code__.co_filename
+    return _file_of_module(module_of(type(function)))
+
+
+def _file_of_module(name: str) -> str:
+    module = sys.modules.get(name)
+    return str(vars(module).get("__file__") or "") if isinstance(module, ModuleType) else ""
+
+
+# --------------------------------------------------------------------------- keys of verdicts
+
+
+_DEVICES: Final = ("cpu", "cuda")
+_KEPT: Final = 64
+"""Number of states, and of sets of arguments, that are remembered."""
+
+Signature: TypeAlias = tuple[Any, ...]
+
+
+class CapturedState:
+    """State of a function and of the objects among the arguments of its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Keeps the function; the first question walks."""
+        self._function = function
+        self._own: State | None = None
+        self._of_objects: Memo[State] = Memo(_KEPT)
+        self._numbers: Memo[tuple[int, Sequence[Any]]] = Memo(_KEPT)
+        self._count = 0
+
+    def key(self, call: Call) -> Hashable:
+        """Returns a key that is equal for equal states of what a call refers to."""
+        own = self._own
+        if own is None or not own.holds():
+            own = self._own = State(self._function)
+            own.number = self._number_of(own)
+        if not call.match.static:
+            return own.number
+        objects = _objects(call)
+        ids = tuple(map(id, objects))
+        state = self._of_objects.find(ids)
+        if state is None or not state.holds():
+            state = State(None, objects)
+            state.number = self._number_of(state)
+            self._of_objects.put(ids, state)
+        return own.number, state.number
+
+    def states(self, call: Call) -> list[State]:
+        """Returns the states of the latest key: of the function, and of the arguments' objects."""
+        # A state has its objects, so that no other ones get their ids.
+        of_objects = self._of_objects.find(tuple(map(id, _objects(call))))
+        return [state for state in (self._own, of_objects) if state is not None]
+
+    def tensors(self, call: Call) -> list[Tensor]:
+        """Returns the tensors that both refer to."""
+        return [x for state in self.states(call) for x in state.tensors]
+
+    def _number_of(self, state: State) -> int:
+        """Returns a number of this state, and of all equal ones."""
+        self._count += 1
+        number, _ = self._numbers.get(state.found, lambda: (self._count, state.opaque))
+        return number
+
+
+def signature(call: Call, captured: CapturedState) -> Signature:
+    """Computes the cache key: all visible state that a verdict on `call` depends on.
+
+    Shapes, dtypes, specs and mesh are in the match, one object for all calls that have the same;
+    the values of leaves that are no tensors are added.
+    """
+    leaves, static = call.leaves, call.match.static
+    return (
+        call.match,
+        tuple([_value(leaves[position]) for position in static]) if static else (),
+        torch.is_grad_enabled(),
+        forward_level() >= 0,
+        torch.get_default_dtype(),
+        table_version(),
+        _autocast() if any(map(torch.is_autocast_enabled, _DEVICES)) else (),
+        captured.key(call),
+    )
+
+
+def _objects(call: Call) -> list[Any]:
+    """Returns the static arguments that may change in place."""
+    static = [call.leaves[position] for position in call.match.static]
+    return [x for x in static if type(x) not in PLAIN and not isinstance(x, Number)]
+
+
+def _value(leaf: Any) -> Any:
+    """Tells zero from minus zero, which are equal, in numbers of any library; nan equals nan."""
+    if type(leaf).__hash__ is None:  # its state tells it from others
+        return type(leaf)
+    if type(leaf) is int or not isinstance(leaf, Number):
+        return leaf
+    return repr(leaf), leaf if leaf == leaf else None
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple(
+        [(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]
+    )
+
+
+@dataclass(frozen=True)
+class SplitSignature:
+    """A signature split into its values and the rest.
+
+    Attributes:
+        rest: all but values and captured state.
+        values: name and value of each non-tensor argument and captured variable, by a key that
+            stays the same from call to call.
+    """
+
+    rest: Signature
+    values: Mapping[Hashable, tuple[str, Any]]
+
+
+def split(key: Signature, call: Call, captured: CapturedState) -> SplitSignature:
+    """Splits the latest signature into parts."""
+    match, _, *rest, _ = key
+    named = {match.paths[position]: call.leaves[position] for position in match.static}
+    values: dict[Hashable, tuple[str, Any]] = {path: (path, x) for path, x in named.items()}
+    for number, state in enumerate(captured.states(call)):
+        values |= {(number, place): pair for place, pair in state.values().items()}
+    return SplitSignature((match, *rest), values)

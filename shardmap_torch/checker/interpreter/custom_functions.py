@@ -20,15 +20,14 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.interpreter import used_after_check
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import is_own, name_of_own, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
+from shardmap_torch.checker.ir.rank_only import name_of_hook
 from shardmap_torch.checker.ir.repairs import rejected
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of, levels
-from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.source_location import is_own as is_of_library
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
@@ -101,58 +100,23 @@ def reject_unseen(interpreter: "Interpreter") -> None:
         )
 
 
-# -------------------------------------------------------------------------------------- hooks
+def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls what registers a hook, or gives a node for hooks; nothing compares these step by step.
 
-
-def register_hook(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    """Registers a hook, on a gradient or on `.grad`, that reports when it begins and ends."""
-    tensor, hook = list(args) + list(kwargs.values())
-    node = current_autograd_node()
-    if not (is_observed(interpreter) if node is None else _is_compared(interpreter, node)):
-        return func(tensor, hook)
-    if node is not None:
+    Raises:
+        ShardTypeError: under global strictness, which may compare the whole body by numbers.
+    """
+    node, reader = current_autograd_node(), sys._getframe(3)  # this, and two functions of the mode
+    is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
+    if is_compared and not is_of_library(reader):
+        what = name_of_hook(func)
         raise messages.error(
             interpreter,
-            "check='global': a hook is registered in what a backward computes again, as of a "
-            "checkpoint, where it is not compared with one device.",
+            f"check='global': {what} is used, and the steps of hooks are not compared with one "
+            "device.",
             [],
-            "register it outside, or wrap what does so in local_region(f, in_types, out_types).",
-        )
-    number = len(interpreter.hooked)
-    interpreter.hooked.append(base_of(tensor))
-
-    def watched(given: Tensor) -> Any:
-        if number >= len(interpreter.hooked):
-            raise used_after_check(
-                f"{interpreter.name}: at {call_site()} a backward runs a hook on"
-            )
-        value = interpreter.hooked[number]
-        observer, field = interpreter.observer, func == Tensor.register_post_accumulate_grad_hook
-        found = _field(given) if field else base_of(given)
-        observer.on_backward_start("a hook", [value], [found])
-        out = hook(given)
-        found = _field(given) if field else base_of(given if out is None else out)
-        observer.on_backward_end("a hook", [value], [found])
-        return out
-
-    return func(tensor, watched)
-
-
-def _field(leaf: Tensor) -> Tensor | None:
-    with DisableTorchFunction():
-        return leaf.grad
-
-
-def read_node(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuses to read the node of a tensor, whose hooks cannot be observed."""
-    reader = sys._getframe(3)  # this, and two functions of the mode
-    if is_observed(interpreter) and interpreter.observer.judges and not is_of_library(reader):
-        raise messages.error(
-            interpreter,
-            "check='global': .grad_fn is read, and hooks of nodes and modules are not compared "
-            "with one device.",
-            [],
-            "use Tensor.register_hook, or wrap the code in local_region(f, in_types, out_types).",
+            "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
+            "in_types, out_types).",
         )
     return func(*args, **kwargs)
 

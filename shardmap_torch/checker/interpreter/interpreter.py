@@ -158,7 +158,6 @@ class TypeStore:
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
         self.regions: list[range] = []
-        self.hooked: list[Tensor] = []
         self._num_tasks = 0
 
     def forget_nodes(self) -> None:
@@ -168,7 +167,6 @@ class TypeStore:
         """
         self.values.clear()
         self.watched.clear()
-        self.hooked.clear()
         self.copies.forget_tensors()
 
     def end(self) -> None:

@@ -397,9 +397,10 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
     torch.autograd.backward: _several_backward,
-    Tensor.register_hook: custom_functions.register_hook,
-    Tensor.register_post_accumulate_grad_hook: custom_functions.register_hook,
-    Tensor.grad_fn.__get__: custom_functions.read_node,  # type: ignore[union-attr]
+    **dict.fromkeys(
+        (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, GRAD_FN),
+        custom_functions.refuse_hooks,
+    ),
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
     Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]
     Tensor.grad.__set__: _grad_field,  # type: ignore[union-attr]

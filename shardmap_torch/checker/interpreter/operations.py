@@ -23,7 +23,6 @@ from shardmap_torch.checker.interpreter import messages, scalars
 from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
-from shardmap_torch.checker.ir.decompositions import interpreted
 from shardmap_torch.checker.ir.fake_results import (
     CallLookup,
     Result,
@@ -49,7 +48,7 @@ from shardmap_torch.checker.rules.infer import (
     writes_of,
 )
 from shardmap_torch.checker.rules.lattice import SIZED_BY_DATA, add, join
-from shardmap_torch.checker.rules.registry import MEANINGS, row_of
+from shardmap_torch.checker.rules.registry import MEANINGS, interpreted, row_of
 from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward

@@ -40,7 +40,7 @@ def _is_outermost(interpreter: Interpreter, outputs: Sequence[Tensor]) -> bool:
     """Returns whether the first transform of the body takes its gradient, and nothing else does."""
     is_first = interpreter.ending_levels == {1} and forward_level() < 0
     flows = any(base_of(x).requires_grad for x in outputs)
-    return is_first and not flows and not interpreter.hooked
+    return is_first and not flows
 
 
 def _is_derived(node: Node) -> bool:

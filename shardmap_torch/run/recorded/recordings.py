@@ -17,7 +17,6 @@ from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.recorder import Looking, OperatorTape, RecordingBackend
 from shardmap_torch.boundary.call import Call, Result, run_body
 from shardmap_torch.checker.guards.state import PLAIN
-from shardmap_torch.checker.guards.switches import switches
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import Scope, enter_scope
 from shardmap_torch.core.caching import Memo
@@ -31,6 +30,7 @@ from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError
 from shardmap_torch.run.recorded.simplify import simplify
 from shardmap_torch.run.recorded.source import Runnable, runnable
+from shardmap_torch.run.recorded.switches import switches
 
 Leaves: TypeAlias = tuple[Sequence[Any], Callable[[list[Any]], Any]]
 """Leaves of what a body returns, and what makes the result of such leaves."""

@@ -8,8 +8,8 @@ from numbers import Number
 from types import CodeType
 from typing import Any, Final
 
-from shardmap_torch.checker.guards.cache_key import SplitSignature
-from shardmap_torch.checker.sizes.history import Recheck, Slot
+from shardmap_torch.checker.guards.state import SplitSignature
+from shardmap_torch.checker.sizes import Recheck, Slot
 from shardmap_torch.core.source_location import call_site
 
 LIMIT: Final = 32

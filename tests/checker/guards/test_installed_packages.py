@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 import sympy  # type: ignore[import-untyped]
 
-from shardmap_torch.checker.guards import code
+from shardmap_torch.checker.guards import state
 from shardmap_torch.checker.guards.state import State as Walked
 from tests.checker.support.states import State
 
@@ -40,8 +40,8 @@ SEEN: Final = {
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A package whose files are where distributions are installed."""
     (tmp_path / "shipped.py").write_text(PACKAGE)
-    monkeypatch.setattr(code, "_SITES", (f"{tmp_path}/",))
-    monkeypatch.setattr(code, "_LIBRARIES", (*code._LIBRARIES, f"{tmp_path}/"))
+    monkeypatch.setattr(state, "_SITES", (f"{tmp_path}/",))
+    monkeypatch.setattr(state, "_LIBRARIES", (*state._LIBRARIES, f"{tmp_path}/"))
     monkeypatch.syspath_prepend(str(tmp_path))
     yield __import__("shipped")
     del sys.modules["shipped"]

@@ -93,15 +93,6 @@ def of_own_function(x: Tensor, w: Tensor) -> Tensor:
     return gradient(lambda w: all_reduce(Square.apply(w).sum(), "tp", dst=I), w)
 
 
-def of_a_hook(x: Tensor, w: Tensor) -> Tensor:
-    def hooked(w: Tensor) -> Tensor:
-        y = w * 2
-        y.register_hook(lambda gradient: gradient * 3)
-        return all_reduce(y.sum(), "tp", dst=I)
-
-    return gradient(hooked, w)
-
-
 def of_a_checkpoint(x: Tensor, w: Tensor) -> Tensor:
     return gradient(lambda w: smt.checkpoint(loss, w, x), w)
 
@@ -126,7 +117,6 @@ def of_autograd(x: Tensor, w: Tensor) -> Tensor:
     ("body", "are_assumed"),
     [
         (of_own_function, [False]),
-        (of_a_hook, [False]),
         (of_a_checkpoint, [False]),
         (of_a_gradient, [False, True]),  # the inner one first
         (of_autograd, [False, True]),

@@ -190,7 +190,7 @@ def test_the_program_at_a_size_is_what_a_check_of_that_size_finds(
     case = CASES[name]
     f = mapped(case, check)
     for number in range(3):
-        f(*case.arguments(number))
+        trace(f, *case.arguments(number))
     args = case.arguments(8)
     found = trace(f, *args)
     assert len(exact) == 2

@@ -88,9 +88,9 @@ def test_typeof_that_differs_between_paths_is_refused() -> None:
     line = unlike.__code__.co_firstlineno
     assert str(caught.value) == (
         "unlike: typeof finds [K] on one path through the body and [V] on another, and a run "
-        f"cannot tell which path it takes.\n  at test_assertions.py:{line + 2}: typeof(y)\n"
+        f"cannot tell which path it takes.\n  at test_queries.py:{line + 2}: typeof(y)\n"
         "Fix: call it on one of the paths.\n"
-        f"  where #1 > 0 is False at test_assertions.py:{line + 1}: "
+        f"  where #1 > 0 is False at test_queries.py:{line + 1}: "
         "y = x if s.item() > 0 else s"
     )
 

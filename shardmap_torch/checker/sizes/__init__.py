@@ -1,1 +1,0 @@
-"""Verdicts for many sizes: sizes and numbers of arguments as symbols, and guards on them."""
