@@ -540,7 +540,7 @@ class _Body:
         rest = structure, mesh.layout or mesh, outer, infers, runs
 
         def resize() -> _Bound:
-            kinds = kinds_of(leaves)
+            kinds = kinds_of(leaves, runs)
             if kinds is None:
                 return bind()
             known = self._kinds.get((*rest, *kinds), bind)

@@ -191,12 +191,16 @@ def input_signature(leaf: Any) -> Any:
         return type(leaf), leaf.layout
 
 
-def kinds_of(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Returns what `check_inputs` depends on beside sizes; None where it looks more closely."""
+def kinds_of(leaves: Sequence[Any], runs: bool = True) -> tuple[Any, ...] | None:
+    """Returns what `check_inputs` depends on beside sizes; None where it looks more closely.
+
+    That is at fake tensors too, unless nothing runs.
+    """
     if torch.compiler.is_dynamo_compiling() or are_transforms_active():
         return None
     kinds: list[Any] = []
-    tracked, known = torch.is_grad_enabled(), (Tensor, Parameter, FakeTensor, dtensor_class())
+    tracked, known = torch.is_grad_enabled(), [Tensor, Parameter, dtensor_class()]
+    known += [] if runs else [FakeTensor]
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             kinds.append(type(leaf))

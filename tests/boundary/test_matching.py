@@ -92,4 +92,5 @@ def test_kinds_tell_apart_what_is_refused_or_typed_otherwise() -> None:
     assert len(set(kinds)) == len(leaves)
     assert kinds[0] == kinds_of([torch.ones(7)])
     assert kinds_of([fake()]) is None
+    assert kinds_of([fake()], runs=False) is not None
     assert kinds_of([nested()]) is None
