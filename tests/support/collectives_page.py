@@ -20,7 +20,7 @@ MEANINGS: dict[AxisType, str] = {
     I: "equal on all ranks; one computation, repeated; cotangents are equal too",
     R: "equal on all ranks, used differently by each; cotangents are addends",
     V: "may differ; S(i) is a V whose ranks' values concatenate along dim i",
-    Partial: "an addend; the value meant is the sum over the ranks",
+    Partial: "an addend; the true value is the sum over the ranks",
 }
 
 MOVES: dict[str, str] = {
@@ -68,7 +68,7 @@ backward is the cotangent of the result. `convert` and `reinterpret` never send 
 
 ROWS_FOOT = """
 `all_reduce` with op "max" or "min" takes V to I or R and sends as the sum does. It is not linear,
-so it is no row: the ranks that hold the extremum share the cotangent evenly. "mean" is the sum
+so it has no row: the ranks that hold the extremum share the cotangent evenly. "mean" is the sum
 divided by n. `shift` is a `ppermute`; `redistribute` and `reshard` are sequences of these rows.
 `reduce` and `mask` occur as backwards only.
 """
