@@ -96,7 +96,7 @@ MAX_LINES: Final = 40
 
 
 def show(value: object) -> str:
-    """Formats a value for an error, shortened; its type if it has many lines or none.
+    """Formats a value for an error: the first line, shortened; its type if `repr` fails.
 
     Example:
         >>> show("tp"), len(show(list(range(1000))))
@@ -105,9 +105,9 @@ def show(value: object) -> str:
     try:
         text = repr(value)
     except Exception:  # whatever a `__repr__` of the user's own raises
-        text = "\n"
-    if "\n" in text:  # as that of a module, which lists all that is below it
         return f"a {type(value).__name__}"
+    first, more, _ = text.partition("\n")  # a module lists all that is below it
+    text = f"{first}..." if more else text
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 

@@ -170,10 +170,10 @@ def _users(frame: FrameType | None) -> FrameType | None:
 
 
 def users_part(error: BaseException) -> TracebackType | None:
-    """Returns an error's traceback without frames of this package, and shortens those of causes.
+    """Returns an error's traceback without frames of libraries, and shortens those of causes.
 
-    Where code of the user's raised another error, or had torch raise it, torch's frames go too.
-    All of it with SHARDMAP_TRACEBACK=full in the environment.
+    Errors that are not of this package keep theirs, unless code of the user's raised them, or had
+    torch raise them. All of it with SHARDMAP_TRACEBACK=full in the environment.
     """
     if os.environ.get("SHARDMAP_TRACEBACK") == "full":
         return error.__traceback__
@@ -185,7 +185,7 @@ def users_part(error: BaseException) -> TracebackType | None:
     while trace is not None:
         links.append(trace)
         trace = trace.tb_next
-    hidden = _OWN[:3]
+    hidden = _OWN[:5]  # a file "<stdin>" may be the user's
     if not isinstance(error, ShardMapError):
         if not links or is_own(links[-1].tb_frame) or not is_raised_by_user(error):
             return error.__traceback__  # where it went wrong is in this package

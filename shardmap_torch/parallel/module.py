@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardmap_torch.core.hashing import sampled_hash
-from shardmap_torch.core.source_location import error_site
+from shardmap_torch.core.source_location import error_site, users_part
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
@@ -216,8 +216,12 @@ class _ParallelCall:
         args, kwargs = take_out((args, kwargs), caches)
         if caches and self._plan.data.axes:
             _reject_caches(self._mesh, self._plan.data)
-        with _WITHOUT_FAST_PATH(), untracked():
-            found = self._with_specs(_call, args, kwargs, caches)
+        try:
+            with _WITHOUT_FAST_PATH(), untracked():
+                found = self._with_specs(_call, args, kwargs, caches)
+        except Exception as error:  # frames of this package say nothing
+            error.__traceback__ = users_part(error)
+            raise
         out, frames, tensors = self._outputs.leave(found)
         return put_back(out, fill(caches, closed(frames, tensors)))
 

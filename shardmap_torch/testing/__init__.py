@@ -15,7 +15,7 @@ from shardmap_torch.divergence import find_divergence
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh, use_mesh
 from shardmap_torch.spec import P
-from shardmap_torch.transform import shard_map
+from shardmap_torch.transform import Check, shard_map
 from shardmap_torch.validate.numbers import differ, tolerance_of
 
 __all__ = ["assert_bytes", "assert_equals_one_device"]
@@ -28,6 +28,7 @@ def assert_equals_one_device(
     mesh: Mesh | None = None,
     in_specs: Tree = None,
     out_specs: Tree = None,
+    check: Check = True,
     seed: int = 0,
 ) -> None:
     """Asserts that a sharded function has the results and gradients of one on one device.
@@ -43,6 +44,7 @@ def assert_equals_one_device(
         mesh: the mesh of a body, or of a function that has none; by default that of `use_mesh`.
         in_specs: as of `shard_map`, of a body.
         out_specs: likewise.
+        check: likewise; "global" also proves, or tries, that it is so for all numbers.
         seed: of the cotangents.
 
     Raises:
@@ -62,7 +64,7 @@ def assert_equals_one_device(
     """
     __tracebackhide__ = True  # pytest shows the test's line
     if out_specs is not None:
-        f = shard_map(f, in_specs=in_specs, out_specs=out_specs, mesh=mesh)
+        f = shard_map(f, in_specs=in_specs, out_specs=out_specs, mesh=mesh, check=check)
     with nullcontext() if mesh is None else use_mesh(mesh):
         expected = _values(one_device, args, seed)
         found = _values(f, args, seed)

@@ -231,5 +231,5 @@ def test_a_parallelized_module_is_estimated_as_the_program_that_it_runs() -> Non
     with pytest.raises(TransformError) as error:
         estimate(nn.Sequential(nn.GELU()), x, hardware=UNIT)
     assert str(error.value) == (
-        "estimate takes a shard_mapped function or a parallelized module, not a Sequential."
+        "estimate takes a shard_mapped function or a parallelized module, not Sequential(...."
     )

@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import I, Mesh, P, R, ShapeDtype, all_reduce, convert, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    R,
+    ShapeDtype,
+    ShardTypeError,
+    all_reduce,
+    convert,
+    make_mesh,
+    shard_map,
+)
 from shardmap_torch.testing import assert_bytes, assert_equals_one_device
 from shardmap_torch.testing.plugin import simulated_mesh
 
@@ -47,6 +58,20 @@ def test_a_right_layer_passes_as_a_function_and_as_a_body(
     assert mesh.simulate == "ranks"
     assert_equals_one_device(mlp, reference, *inputs(), mesh=mesh, **SPECS)
     assert_equals_one_device(shard_map(mlp, **SPECS), reference, *inputs(), mesh=mesh)
+    assert_equals_one_device(mlp, reference, *inputs(), mesh=mesh, check="global", **SPECS)
+
+
+def test_a_body_is_checked_as_strictly_as_it_is_asked(
+    simulated_mesh: Callable[..., Mesh],
+) -> None:
+    def biased(x: Tensor, b: Tensor) -> Tensor:
+        return all_reduce(x.sum(0) + b, "dp", dst=I)
+
+    args = (torch.randn(4, 3), torch.ones(3))
+    specs: Any = {"mesh": simulated_mesh(dp=2), "in_specs": (P("dp"), P()), "out_specs": P()}
+    assert_equals_one_device(biased, lambda x, b: x.sum(0) + 2 * b, *args, **specs)
+    with pytest.raises(ShardTypeError, match="counted once per rank"):
+        assert_equals_one_device(biased, biased, *args, check="global", **specs)
 
 
 def test_a_wrong_result_is_told_with_the_line(simulated_mesh: Callable[..., Mesh]) -> None:

@@ -103,6 +103,15 @@ def _has_learned_mask(
     return attn_mask is not None and can_receive_gradient(attn_mask)
 
 
+_READ_ONLY: Final = {
+    "leaf Variable that requires grad": "an input",
+    "mutate a captured Tensor": "a tensor that the function to be differentiated closes over",
+}
+"""What an operation writes, by what torch says where that is refused."""
+
+_RUNNING: Final = " Running statistics, as of BatchNorm: module.eval(), or another norm."
+
+
 class _Functions(TorchFunctionMode):
     """Function mode that handles differentiations, and marks values without a gradient."""
 
@@ -179,11 +188,14 @@ class _Functions(TorchFunctionMode):
                 return apply_transformed(*args[1:])
             return func(*args, **kwargs)
         except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error):
+            what = next((what for part, what in _READ_ONLY.items() if part in str(error)), None)
+            if what is None:
                 raise
             raise ShardTypeError(
-                f"{self._interpreter.name}: {func.__name__} at {call_site()} writes into an input, "
+                f"{self._interpreter.name}: {func.__name__} at {call_site()} writes into {what}, "
                 "which is read-only.\nFix: clone it first; return what is to be kept."
+                + _RUNNING
+                * ("captured" in str(error))
             ) from None
         finally:
             self._interpreter.function = before

@@ -79,7 +79,19 @@ def shifts_what_all_ranks_have(w: Params, x: Tensor, y: Tensor) -> Any:
     return forward(w, x) + shift(w["b"], "tp", 1)
 
 
+COUNTER = torch.zeros(())
+
+
+def counts_in_a_loss(w: Params, x: Tensor, y: Tensor) -> Any:
+    def loss(w: Params) -> Tensor:
+        COUNTER.add_(1)
+        return all_reduce((forward(w, x) - y).square().mean(), "dp", op="mean", dst=I)
+
+    return value_and_grad(loss)(w)[0]
+
+
 MISTAKES: dict[Body, Any] = {
+    counts_in_a_loss: P(),
     forgets_the_all_reduce_of_a_row_parallel_layer: (SPECS, P()),
     sums_gradients_of_each_rank_s_mean: (SPECS, P()),
     returns_each_rank_s_mean: P(),
