@@ -69,9 +69,13 @@ def test_a_body_is_checked_as_strictly_as_it_is_asked(
 
     args = (torch.randn(4, 3), torch.ones(3))
     specs: Any = {"mesh": simulated_mesh(dp=2), "in_specs": (P("dp"), P()), "out_specs": P()}
-    assert_equals_one_device(biased, lambda x, b: x.sum(0) + 2 * b, *args, **specs)
+
+    def on_one_device(x: Tensor, b: Tensor) -> Tensor:
+        return x.sum(0) + 2 * b
+
+    assert_equals_one_device(biased, on_one_device, *args, **specs)
     with pytest.raises(ShardTypeError, match="counted once per rank"):
-        assert_equals_one_device(biased, biased, *args, check="global", **specs)
+        assert_equals_one_device(biased, on_one_device, *args, check="global", **specs)
 
 
 def test_a_wrong_result_is_told_with_the_line(simulated_mesh: Callable[..., Mesh]) -> None:
