@@ -107,7 +107,7 @@ _READ_ONLY: Final = {
     "leaf Variable that requires grad": "an input",
     "mutate a captured Tensor": "a tensor that the function to be differentiated closes over",
 }
-"""What an operation writes, by what torch says where that is refused."""
+"""Names what an operation writes, by what torch says where that is refused."""
 
 _RUNNING: Final = " Running statistics, as of BatchNorm: module.eval(), or another norm."
 
