@@ -112,7 +112,6 @@ def prepare_gather(
     dim: int,
     overlap: Overlap,
     chunks: int | None,
-    save_gathered: bool,
 ) -> Prepared:
     """Prepares a call of `all_gather_matmul`."""
     op = "all_gather_matmul"
@@ -135,8 +134,8 @@ def prepare_gather(
     )
     present = [addend for addend in biases if addend is not None]
     collective = collective_of("all_gather", V, R, axes, dim=dim)
-    options = Options(overlap, chunks, save_gathered)
-    return _prepare(scope, collective, problem, (x, *ws, *present), options)
+    operands = (x, *ws, *present)
+    return _prepare(scope, collective, problem, operands, Options(overlap, chunks))
 
 
 def prepare_scatter(

@@ -60,7 +60,6 @@ class Options:
 
     overlap: Overlap = "auto"
     chunks: int | None = None
-    save_gathered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
