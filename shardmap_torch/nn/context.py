@@ -1,7 +1,7 @@
 """Attention over a sharded sequence (context parallelism): ring attention and Ulysses."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -200,36 +200,23 @@ def _check_shapes(name: str, q: Tensor, k: Tensor, v: Tensor, positions: Tensor 
         )
 
 
-_TIME: Final = -4
-
-Place: TypeAlias = Callable[[Tensor, float], Tensor]
-
-
 # Steps of `ring_attention` on one rank, forward and backward. At step s a rank has the keys and
-# values of the rank s positions before it. A step is a list of `Block`s, each a pair of queries and
-# keys; forward and backward run the same blocks. Shapes: q [..., t, g, r, d] with r query heads per
-# key head, k and v [..., t, g, 1, d].
+# values of the rank s positions before it. A step is a list of `Block`s, each a pair of chunks of
+# queries and keys; forward and backward run the same blocks. Shapes: q [..., c, t, g, r, d] with c
+# chunks of t positions and r query heads per key head, k and v [..., c, t, g, 1, d].
 
+_CHUNK: Final = -5
 
-@dataclass(frozen=True)
-class Part:
-    """A subset of a rank's positions.
-
-    Attributes:
-        take: selects them from a tensor of all positions, along `_TIME`.
-        place: pads a tensor of these positions to all positions with a number.
-    """
-
-    take: Callable[[Tensor], Tensor]
-    place: Place
+Chunk: TypeAlias = Tensor | int
+"""Number of a chunk, which may vary from rank to rank if it is a tensor [1]."""
 
 
 @dataclass(frozen=True)
 class Block:
     """Queries that attend to keys; `sees` is the mask [queries, keys], None without one."""
 
-    queries: Part
-    keys: Part
+    queries: Chunk
+    keys: Chunk
     sees: Tensor | None = None
 
 
@@ -249,10 +236,12 @@ def ring(
         table = torch.arange(count * length, device=q.device).reshape(count, length)
     else:
         table = all_gather(positions, axis, tiled=False, dst=R)
-    grouped = q.unflatten(-2, (k.shape[-2], q.shape[-2] // k.shape[-2]))
     ring = _Steps(axis, causal, balanced and count > 1, scale)
-    y, _ = _Ring.apply(grouped, k.unsqueeze(-2), v.unsqueeze(-2), table, ring)
-    result: Tensor = y.flatten(-3, -2)
+    grouped = q.unflatten(-2, (k.shape[-2], q.shape[-2] // k.shape[-2]))
+    operands = (grouped, k.unsqueeze(-2), v.unsqueeze(-2))
+    chunks = [x.unflatten(_CHUNK + 1, (ring.num_chunks, -1)) for x in operands]
+    y, _ = _Ring.apply(*chunks, table, ring)
+    result: Tensor = y.flatten(_CHUNK, _CHUNK + 1).flatten(-3, -2)
     if ring.balanced and positions is not None:
         result = result.masked_fill(positions.ne(_head_tail(count, length, axis)).any(), torch.nan)
     return result
@@ -274,54 +263,55 @@ class _Steps:
     balanced: bool
     scale: float
 
+    @property
+    def num_chunks(self) -> int:
+        """Counts the chunks of a rank: the head and the tail of `head_tail_order`, or one."""
+        return 1 + self.balanced
+
     def blocks(self, step: int, table: Tensor) -> list[Block]:
-        """Returns the blocks of a step; `table` has the positions of all ranks."""
-        length = table.shape[1]
+        """Returns the blocks of a step; `table` has the positions of all ranks.
+
+        In a balanced ring every tail sees every head. The head of a rank before this one is seen by
+        our head as well; the tail of a rank after this one is seen by our tail.
+        """
         if not self.causal:
-            return [Block(_all(), _all())]
+            return [Block(0, 0)]
         rank = axis_index(self.axis)
         source = (rank - step) % table.shape[0]
+        visible = [Block(1, 0)] if self.balanced else []
         if self.balanced and step:
-            return _half(source < rank, length)
-        own, attended = (table.index_select(0, at.reshape(1)).squeeze(0) for at in (rank, source))
-        return [Block(_all(), _all(), own.unsqueeze(-1) >= attended)]
+            same = (source > rank).long().reshape(1)
+            return [*visible, Block(same, same)]
+        own, attended = (
+            table.index_select(0, at.reshape(1)).reshape(self.num_chunks, -1)
+            for at in (rank, source)
+        )
+        masks = (own.unsqueeze(-1) >= attended.unsqueeze(-2)).unbind()
+        return [*visible, *[Block(chunk, chunk, sees) for chunk, sees in enumerate(masks)]]
 
 
-def _half(is_before: Tensor, length: int) -> list[Block]:
-    """Returns the unmasked blocks of a step where each rank has a head and a tail of the sequence.
-
-    Every tail sees every head. The head of a rank before this one is seen by our head as well; the
-    tail of a rank after this one is seen by our tail.
-    """
-    head, tail = _narrow(0, length), _narrow(length // 2, length)
-    one = _either(is_before, head, tail)
-    return [Block(tail, head), Block(one, one)]
+def _take(x: Tensor, chunk: Chunk) -> Tensor:
+    """Returns a chunk."""
+    if isinstance(chunk, int):
+        return x.select(_CHUNK, chunk)
+    return x.index_select(_CHUNK, chunk).squeeze(_CHUNK)
 
 
-def _all() -> Part:
-    return Part(lambda x: x, lambda x, _: x)
+def _put(x: Tensor, chunk: Chunk, new: Tensor) -> Tensor:
+    """Returns `x` with another chunk."""
+    if x.shape[_CHUNK] == 1:
+        return new.unsqueeze(_CHUNK)
+    at = torch.arange(x.shape[_CHUNK], device=x.device) == chunk
+    return torch.where(at.reshape(-1, 1, 1, 1, 1), new.unsqueeze(_CHUNK), x)
 
 
-def _narrow(start: int, length: int) -> Part:
-    """Returns the half of the positions that begins at `start`."""
-
-    def place(x: Tensor, fill: float) -> Tensor:
-        rest = torch.full_like(x, fill)
-        return torch.cat([rest, x] if start else [x, rest], _TIME)
-
-    return Part(lambda x: x.narrow(_TIME, start, length // 2), place)
-
-
-def _either(condition: Tensor, one: Part, other: Part) -> Part:
-    """Returns `one` where the condition is true on this rank, else `other`."""
-    return Part(
-        lambda x: one.take(x).where(condition, other.take(x)),
-        lambda x, fill: one.place(x, fill).where(condition, other.place(x, fill)),
-    )
+def _add(total: Tensor, chunk: Chunk, part: Tensor) -> Tensor:
+    """Adds to a chunk."""
+    return _put(total, chunk, _take(total, chunk) + part)
 
 
 class _Ring(Function):
-    """Autograd Function: the attention, and the logsumexp of its scores [..., t, g, r, 1]."""
+    """Autograd Function: the attention, and the logsumexp of its scores [..., c, t, g, r, 1]."""
 
     @staticmethod
     def forward(
@@ -332,14 +322,15 @@ class _Ring(Function):
         total = torch.full_like(q[..., :1], least)
         for step, keys, values in _round(k, v, table, steps):
             for block in steps.blocks(step, table):
+                mine = block.queries
                 scores = _scores(block, q, keys, steps.scale)
                 log_sum = scores.logsumexp(-1, keepdim=True)
-                attended = _sum_over_keys((scores - log_sum).exp(), block.keys.take(values))
-                log_sum = block.queries.place(log_sum, least)
-                grown = torch.logaddexp(total, log_sum)
-                y = y * (total - grown).exp()
-                y = y + block.queries.place(attended, 0.0) * (log_sum - grown).exp()
-                total = grown
+                attended = _sum_over_keys((scores - log_sum).exp(), _take(values, block.keys))
+                before = _take(total, mine)
+                grown = torch.logaddexp(before, log_sum)
+                y_own = _take(y, mine) * (before - grown).exp()
+                y = _put(y, mine, y_own + attended * (log_sum - grown).exp())
+                total = _put(total, mine, grown)
         return y, total
 
     @staticmethod
@@ -363,13 +354,13 @@ class _Ring(Function):
             for block in steps.blocks(step, table):
                 mine, theirs = block.queries, block.keys
                 scores = _scores(block, q, keys, steps.scale)
-                weights = (scores - mine.take(total)).exp()
-                d_own = mine.take(d_y)
-                d_weights = torch.einsum("...tgre,...sgue->...tgrs", d_own, theirs.take(values))
-                d_scores = weights * (d_weights - mine.take(drift)) * steps.scale
-                d_q = d_q + mine.place(_sum_over_keys(d_scores, theirs.take(keys)), 0.0)
-                d_k = d_k + theirs.place(_sum_over_queries(d_scores, mine.take(q)), 0.0)
-                d_v = d_v + theirs.place(_sum_over_queries(weights, d_own), 0.0)
+                weights = (scores - _take(total, mine)).exp()
+                d_own = _take(d_y, mine)
+                d_weights = torch.einsum("...tgre,...sgue->...tgrs", d_own, _take(values, theirs))
+                d_scores = weights * (d_weights - _take(drift, mine)) * steps.scale
+                d_q = _add(d_q, mine, _sum_over_keys(d_scores, _take(keys, theirs)))
+                d_k = _add(d_k, theirs, _sum_over_queries(d_scores, _take(q, mine)))
+                d_v = _add(d_v, theirs, _sum_over_queries(weights, d_own))
         d_k, d_v = _shifted(d_k, d_v, steps.axis)  # back to the rank that owns them
         return d_q, d_k, d_v, None, None
 
@@ -393,7 +384,8 @@ def _shifted(k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 def _scores(block: Block, q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Computes scores [..., t, g, r, s]; the least number where a query does not see a key."""
-    scores = torch.einsum("...tgrd,...sgud->...tgrs", block.queries.take(q), block.keys.take(k))
+    own, attended = _take(q, block.queries), _take(k, block.keys)
+    scores = torch.einsum("...tgrd,...sgud->...tgrs", own, attended)
     scores = scores * scale
     if block.sees is None:
         return scores

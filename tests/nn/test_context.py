@@ -110,9 +110,9 @@ def num_products(name: str) -> int:
 
 
 def test_a_balanced_ring_computes_about_half_of_what_an_unbalanced_one_does() -> None:
-    # Of 4 steps 3 have two blocks of a quarter each.
+    # Of 4 steps the first has three blocks of a quarter each, the others have two.
     balanced, unbalanced = num_products("balanced ring of 4"), num_products("ring of 4")
-    assert balanced / unbalanced == (1 + 3 / 2) / 4
+    assert balanced / unbalanced == (3 / 4 + 3 / 2) / 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
