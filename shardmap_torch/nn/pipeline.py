@@ -3,14 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from inspect import unwrap
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.autodiff.gradients import vjp
 from shardmap_torch.core.tree import flatten, map_leaves, unflatten
-from shardmap_torch.errors import LayerError, listing
+from shardmap_torch.errors import LayerError, show
 from shardmap_torch.nn.region import PerRank, Types
 from shardmap_torch.ops import all_reduce, axis_index, axis_size, shift
 from shardmap_torch.spec import P
@@ -43,17 +44,7 @@ def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
         >>> [tick.forward for tick in gpipe_schedule(2, 2)]
         [(0, None), (1, 0), (None, 1), (None, None), (None, None), (None, None)]
     """
-    phase = num_microbatches + num_ranks - 1
-    last = num_ranks - 1
-    forward = [
-        tuple(_within(t - r, num_microbatches) for r in range(num_ranks)) for t in range(phase)
-    ]
-    backward = [
-        tuple(_within(t - (last - r), num_microbatches) for r in range(num_ranks))
-        for t in range(phase)
-    ]
-    idle: Row = (None,) * num_ranks
-    return (*(Tick(row, idle) for row in forward), *(Tick(idle, row) for row in backward))
+    return _schedule(num_ranks, num_microbatches, num_microbatches + 2 * (num_ranks - 1))
 
 
 def one_forward_one_backward_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -68,18 +59,24 @@ def one_forward_one_backward_schedule(num_ranks: int, num_microbatches: int) -> 
         >>> [tick.backward for tick in one_forward_one_backward_schedule(2, 2)]
         [(None, None), (None, 0), (0, 1), (1, None)]
     """
-    last = num_ranks - 1
-    return tuple(
-        Tick(
-            tuple(_within(t - r, num_microbatches) for r in range(num_ranks)),
-            tuple(_within(t - 2 * last + r, num_microbatches) for r in range(num_ranks)),
-        )
-        for t in range(num_microbatches + 2 * last)
-    )
+    return _schedule(num_ranks, num_microbatches, 2 * (num_ranks - 1))
 
 
-def _within(microbatch: int, count: int) -> int | None:
-    return microbatch if 0 <= microbatch < count else None
+def _schedule(num_ranks: int, num_microbatches: int, delay: int) -> Schedule:
+    """Makes the schedule in which rank 0 runs a microbatch backward `delay` ticks after forward.
+
+    A microbatch moves one rank a tick, so that the delay is 2 * (num_ranks - 1) at least.
+    """
+
+    def row(first: int, step: int) -> Row:
+        numbers = [first + step * rank for rank in range(num_ranks)]
+        return tuple([m if 0 <= m < num_microbatches else None for m in numbers])
+
+    ticks = range(num_microbatches + delay)
+    return tuple([Tick(row(tick, -1), row(tick - delay, 1)) for tick in ticks])
+
+
+SCHEDULES: Final = (one_forward_one_backward_schedule, gpipe_schedule)
 
 
 def num_saved(schedule: Schedule) -> int:
@@ -97,46 +94,6 @@ def num_saved(schedule: Schedule) -> int:
             most = max(most, saved)
             saved -= tick.backward[rank] is not None
     return most
-
-
-def check_schedule(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
-    """Requires that every rank runs every microbatch once in each direction, on arrival.
-
-    Raises:
-        LayerError: it does not; lists every problem.
-    """
-    problems: list[str] = []
-    for rank in range(num_ranks):
-        for direction in ("forward", "backward"):
-            done = [m for row in _rows(schedule, direction) if (m := row[rank]) is not None]
-            if done != list(range(num_microbatches)):
-                problems.append(
-                    f"rank {rank} goes {direction} with {done}, not 0 to {num_microbatches - 1}"
-                )
-    if not problems:
-        for rank in range(num_ranks):
-            for m in range(num_microbatches):
-                problems += _early_or_late(schedule, rank, m, num_ranks)
-    if problems:
-        raise LayerError(listing("This schedule cannot run:", problems))
-
-
-def _rows(schedule: Schedule, direction: str) -> Sequence[Row]:
-    return [getattr(tick, direction) for tick in schedule]
-
-
-def _early_or_late(schedule: Schedule, rank: int, m: int, num_ranks: int) -> list[str]:
-    def at(direction: str, peer: int) -> int:
-        return next(t for t, row in enumerate(_rows(schedule, direction)) if row[peer] == m)
-
-    problems = []
-    if rank and at("forward", rank) != at("forward", rank - 1) + 1:
-        problems.append(f"rank {rank} goes forward with {m} not one tick after rank {rank - 1}")
-    if rank < num_ranks - 1 and at("backward", rank) != at("backward", rank + 1) + 1:
-        problems.append(f"rank {rank} goes back with {m} not one tick after rank {rank + 1}")
-    if at("backward", rank) < at("forward", rank):
-        problems.append(f"rank {rank} goes back with {m} before it has gone forward")
-    return problems
 
 
 Stage = Callable[[Any, Tensor], Tensor | tuple[Tensor, ...]]
@@ -184,12 +141,11 @@ def pipeline_value_and_grad(
         axis: over which the layers are sharded.
         head: parameters of the loss, a pytree, as of a final norm and an unembedding. With it the
             second result is a pair, of the gradients of `params` and of `head`.
-        schedule: takes the numbers of ranks and microbatches; `gpipe_schedule`,
-            `one_forward_one_backward_schedule`, or one of your own.
+        schedule: `one_forward_one_backward_schedule`, or `gpipe_schedule`.
 
     Raises:
         LayerError: another number of microbatches in x and targets, a stage that changes the shape,
-            or a schedule that cannot run.
+            or another schedule.
         CollectiveError: outside a body, or an unknown axis.
 
     Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient large-scale language model
@@ -214,6 +170,9 @@ def pipeline_value_and_grad(
             "pipeline_value_and_grad: x and targets have one leading dimension for microbatches, "
             f"not {list(x.shape)} and {list(targets.shape)}."
         )
+    if unwrap(schedule) not in SCHEDULES:
+        known = " or ".join(f"nn.{each.__name__}" for each in SCHEDULES)
+        raise LayerError(f"pipeline_value_and_grad: schedule={show(schedule)} is not {known}.")
     with_head = loss if head is not None else _without_head(loss)
     leaves, structure = flatten((params, () if head is None else head))
     region = pipeline_region(stage, with_head, structure, axis, schedule, len(flatten(params)[0]))
@@ -242,7 +201,6 @@ def pipeline_region(
     def pipeline_of_own_layers(x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
         count = axis_size(axis)
         ticks = schedule(count, x.shape[0])
-        check_schedule(ticks, count, x.shape[0])
         params, head = unflatten(structure, leaves)
         run = _Run(stage, loss, params, head, x, targets, axis, ticks)
         for tick in ticks:

@@ -22,12 +22,13 @@ from shardmap_torch import (
     validate_rule,
 )
 from shardmap_torch.core.tree import flatten
+from shardmap_torch.errors import show
 from shardmap_torch.nn import (
     gpipe_schedule,
     one_forward_one_backward_schedule,
     pipeline_value_and_grad,
 )
-from shardmap_torch.nn.pipeline import pipeline_region
+from shardmap_torch.nn.pipeline import Schedule, pipeline_region
 from tests.nn.support.cases import EXACT, random
 from tests.support.pool import Gloo
 
@@ -57,6 +58,10 @@ STAGES: dict[str, Callable[..., Any]] = {"plain": stage, "with loads": stage_wit
 
 def one_row(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return x[:1]
+
+
+def another_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+    return gpipe_schedule(num_ranks, num_microbatches)
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -158,6 +163,13 @@ def test_the_region_keeps_its_promise() -> None:
             lambda w, x: pipeline_value_and_grad(one_row, loss, w, x, x, "pp"),
             "pipeline_value_and_grad: the stage turns [4, 3] into [1, 3], which the next rank "
             "cannot take.",
+        ),
+        (
+            lambda w, x: pipeline_value_and_grad(
+                stage, loss, w, x, x, "pp", schedule=another_schedule
+            ),
+            f"pipeline_value_and_grad: schedule={show(another_schedule)} is not "
+            "nn.one_forward_one_backward_schedule or nn.gpipe_schedule.",
         ),
     ],
 )
