@@ -11,7 +11,7 @@ from shardmap_torch.optim.adamw import adamw
 from shardmap_torch.optim.norm import clip_by_global_norm, clip_grad_norm_, global_norm
 from shardmap_torch.optim.optimizer import Optimizer, warmup_cosine
 from shardmap_torch.optim.sgd import sgd
-from shardmap_torch.optim.sync import gather_params, shard_params, sync_gradients
+from shardmap_torch.optim.sync import sync_gradients
 from shardmap_torch.optim.zero import shard_over, zero
 
 __all__ = [
@@ -19,11 +19,9 @@ __all__ = [
     "adamw",
     "clip_by_global_norm",
     "clip_grad_norm_",
-    "gather_params",
     "global_norm",
     "sgd",
     "shard_over",
-    "shard_params",
     "sync_gradients",
     "warmup_cosine",
     "zero",

@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardmap_torch.checker.region import local_region
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.torch_private.engine import are_transforms_active
 from shardmap_torch.core.tree import Broadcast, Tree, closed, flatten, opened
 from shardmap_torch.errors import OptimizerError, SpecError, show
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.ops.body import mesh_of_body
-from shardmap_torch.optim.buckets import Leaves, match_leaves
+from shardmap_torch.optim.buckets import match_leaves
 from shardmap_torch.optim.lists import foreach, is_number, placed_like
 from shardmap_torch.spec import P
 from shardmap_torch.types import I
@@ -34,11 +33,11 @@ def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> T
 
     In a body, the powers of a leaf's shards are summed over the axes that its spec mentions, and
     over no other, where all ranks have the same value. One scalar is reduced for each distinct set
-    of axes, none for replicated leaves. Outside of a body the leaves are any mix of DTensors and
-    plain tensors, and `specs` is not needed.
+    of axes, and for each leaf if `ord` is infinite; none for replicated leaves. Outside of a body
+    the leaves are any mix of DTensors and plain tensors, and `specs` is not needed.
 
     Shape: a scalar, of the widest dtype of the leaves, float32 at least. Types: each leaf's S
-    becomes I. Sends a scalar for each distinct set of axes.
+    becomes I. Sends these scalars.
 
     Args:
         tree: pytree of complete gradients, or of other tensors; pending sums are an error.
@@ -233,13 +232,12 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
     if specs is None:
         raise SpecError("global_norm: in a body it needs specs=: local tensors have no sharding.")
     leaves = match_leaves("tree", specs, tree, "global_norm: the specs do not match the tree:")
-    if ord == math.inf:
-        return list(_largest(leaves))
     axes_of = _axes_of(leaves.match)
     amounts = zip(axes_of, _amounts(leaves.values, ord), strict=True)
+    # Each maximum by itself: under global strictness those of several leaves are no one maximum.
+    groups = amounts if ord == math.inf else _by_group(amounts, "sum")
     return [
-        all_reduce(amount, axes, dst=I) if axes else amount
-        for axes, amount in _by_group(amounts, "sum")
+        all_reduce(amount, axes, dst=I, op=_op(ord)) if axes else amount for axes, amount in groups
     ]
 
 
@@ -247,25 +245,6 @@ def _in_body(tree: Tree, specs: Tree | None, ord: float) -> list[Tensor]:
 def _axes_of(match: Broadcast[P]) -> tuple[tuple[str, ...], ...]:
     """Returns the axes over which each leaf is sharded."""
     return tuple([tuple(sorted(spec.mentioned)) for spec in match.specs])
-
-
-def _largest(leaves: Leaves) -> Iterator[Tensor]:
-    """Computes the largest magnitude of each group of leaves.
-
-    Runs as a region, since the checker supports maxima of shards through views only.
-    """
-    groups: dict[tuple[str, ...], list[tuple[Tensor, P]]] = {}
-    for pair in zip(leaves.values, leaves.specs, strict=True):
-        groups.setdefault(tuple(sorted(pair[1].mentioned)), []).append(pair)
-    for axes, pairs in groups.items():
-
-        def largest(*shards: Tensor, axes: tuple[str, ...] = axes) -> Tensor:
-            ((_, amount),) = _by_group(((None, _amount(x, math.inf)) for x in shards), "max")
-            return all_reduce(amount, axes, op="max", dst=I) if axes else amount
-
-        types = tuple(P(*spec.entries) for _, spec in pairs)
-        region = local_region(largest, in_types=types, out_types=P(), trusted=True)
-        yield region(*(x for x, _ in pairs))
 
 
 # Outside of a body DTensors have placements, and torch does the communication.

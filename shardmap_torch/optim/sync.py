@@ -1,8 +1,9 @@
 """Moves trees in flat buckets: sums gradients over ranks, shards and gathers parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ from shardmap_torch.ops.arguments import Axis, finest
 from shardmap_torch.ops.body import is_checking
 from shardmap_torch.optim.buckets import (
     BUCKET_BYTES,
+    Kind,
     Leaves,
     Stage,
     Transfer,
@@ -91,90 +93,45 @@ def sync_gradients(
     return moved
 
 
-def shard_params(params: X, specs: Tree, into: Tree) -> X:
-    """Slices each rank's shard out of parameters that all ranks of an axis have.
-
-    Shape: a dim of size d becomes d/n over n ranks. Types: I becomes S(dim). Sends nothing.
-
-    Args:
-        params: pytree of parameters.
-        specs: pytree prefix of their specs.
-        into: pytree prefix of the specs of the shards, as `shard_over` gives.
-
-    Raises:
-        SpecError: specs that do not match the parameters, or each other.
-
-    Example:
-        >>> from shardmap_torch import P, make_mesh, shard_map
-        >>> from shardmap_torch.optim import shard_params
-        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
-        >>> own = lambda p: shard_params(p, P(), P("dp"))
-        >>> shard_map(own, mesh=mesh, in_specs=P(), out_specs=P("dp"))(torch.arange(4.0))
-        tensor([0., 1., 2., 3.])
-    """
-    return _reshard("shard_params", params, specs, into, _slice, BUCKET_BYTES, None)
-
-
-def gather_params(
-    params: X,
-    specs: Tree,
-    into: Tree,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    comm_dtype: torch.dtype | None = None,
-) -> X:
-    """Gathers shards of parameters on all ranks of an axis, in flat buckets; undoes `shard_params`.
-
-    Shape: a dim of size d becomes n*d over n ranks. Types: S(dim) becomes I. Sends (n-1) times the
-    bytes of the shards per rank.
-
-    Args:
-        params: pytree of shards.
-        specs: pytree prefix of the specs of the shards, as `shard_over` gives.
-        into: pytree prefix of the specs of the gathered parameters.
-        bucket_bytes: the largest buffer, of shards; one leaf may be larger.
-        comm_dtype: dtype in which the values are sent.
-
-    Raises:
-        SpecError: specs that do not match the parameters, or each other.
-
-    Source: the all-gather after the step of ZeRO stage 1 and 2 (Rajbhandari et al. 2020).
-
-    Example:
-        >>> from shardmap_torch import P, make_mesh, shard_map
-        >>> from shardmap_torch.optim import gather_params
-        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
-        >>> full = lambda p: gather_params(p, P("dp"), P())
-        >>> shard_map(full, mesh=mesh, in_specs=P("dp"), out_specs=P())(torch.arange(4.0))
-        tensor([0., 1., 2., 3.])
-    """
-    return _reshard("gather_params", params, into, specs, _gather, bucket_bytes, comm_dtype)
-
-
-Make: TypeAlias = Callable[[P, P], Transfer | None]
-"""Makes the transfer between a leaf and its shard, from the specs of both."""
-
-
-def _reshard(
-    name: str,
+def reshard_params(
+    name: Literal["slice", "all_gather"],
     params: X,
     specs: Tree,
     shards: Tree,
-    make: Make,
-    bucket_bytes: int,
-    comm_dtype: torch.dtype | None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> X:
-    leaves = _leaves(name, "params", specs, params)
-    targets = _leaves(name, "params", shards, params)
-    stage = _plan_reshard(name, make, leaves.match, targets.match)
-    moved: X = _move(params, leaves, (stage,), bucket_bytes, comm_dtype)
+    """Slices each rank's shards out of parameters, or gathers them, in flat buckets.
+
+    Args:
+        name: "slice" goes from parameters to shards, "all_gather" back.
+        params: pytree of parameters, or of their shards.
+        specs: pytree prefix of the specs of the parameters.
+        shards: pytree prefix of the specs of the shards.
+        bucket_bytes: the largest buffer, of shards; one leaf may be larger.
+
+    Raises:
+        SpecError: specs that do not match the parameters, or each other.
+    """
+    leaves = _leaves("zero", "params", specs, params)
+    targets = _leaves("zero", "params", shards, params)
+    stage = _plan_reshard(name, leaves.match, targets.match)
+    moved: X = _move(params, leaves, (stage,), bucket_bytes, None)
     return moved
 
 
 @memo
-def _plan_reshard(name: str, make: Make, own: Broadcast[P], shards: Broadcast[P]) -> Stage:
-    _check_added(name, own.paths, own.specs, shards.specs)
-    return Stage(tuple(map(make, own.specs, shards.specs)))
+def _plan_reshard(name: Kind, own: Broadcast[P], shards: Broadcast[P]) -> Stage:
+    _check_added("zero", own.paths, own.specs, shards.specs)
+    return Stage(tuple(map(partial(_resharded, name), own.specs, shards.specs)))
+
+
+def _resharded(name: Kind, spec: P, shard: P) -> Transfer | None:
+    extra = added(spec, shard)
+    if extra is None:
+        return None
+    ends = _bare(spec), _bare(shard)
+    src, dst = ends if name == "slice" else reversed(ends)
+    return Transfer(name, extra[1], extra[0], src, dst)
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,15 +305,3 @@ def _sum(spec: P, shard: P, pending: tuple[str, ...]) -> Transfer | None:
     if not axes:
         return None
     return Transfer("all_reduce", axes, None, _bare(shard, axes), _bare(shard))
-
-
-@memo
-def _slice(spec: P, shard: P) -> Transfer | None:
-    extra = added(spec, shard)
-    return extra and Transfer("slice", extra[1], extra[0], _bare(spec), _bare(shard))
-
-
-@memo
-def _gather(spec: P, shard: P) -> Transfer | None:
-    extra = added(spec, shard)
-    return extra and Transfer("all_gather", extra[1], extra[0], _bare(shard), _bare(spec))

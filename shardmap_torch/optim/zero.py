@@ -25,7 +25,7 @@ from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.optim.buckets import BUCKET_BYTES
 from shardmap_torch.optim.norm import clip_by_global_norm
 from shardmap_torch.optim.optimizer import Elementwise, Optimizer, State
-from shardmap_torch.optim.sync import gather_params, shard_params, sync_gradients
+from shardmap_torch.optim.sync import reshard_params, sync_gradients
 from shardmap_torch.spec import P, sharded_by
 
 
@@ -186,7 +186,7 @@ class _Zero(Optimizer):
         )
         if self.max_norm is not None:
             shards, _ = clip_by_global_norm(shards, into, self.max_norm)
-        mine = shard_params(params, own, into)
+        mine = reshard_params("slice", params, own, into)
         mine, state = self.optimizer.update(mine, shards, state)
-        full = gather_params(mine, into, own, bucket_bytes=self.bucket_bytes)
+        full = reshard_params("all_gather", mine, own, into, self.bucket_bytes)
         return full if structure is None else unflatten(structure, full.values), state

@@ -21,8 +21,8 @@ from shardmap_torch import (
 )
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.nn import fsdp_gather
-from shardmap_torch.optim import buckets, gather_params, shard_over, shard_params, sync_gradients
-from shardmap_torch.optim.sync import added
+from shardmap_torch.optim import buckets, sgd, shard_over, sync_gradients, zero
+from shardmap_torch.optim.sync import added, reshard_params
 from tests.optim.training import (
     AXES,
     MESH,
@@ -92,8 +92,8 @@ def there_and_back(mesh: Mesh) -> None:
 
     @shard_map(mesh=mesh, in_specs=(BARE,), out_specs=(into, BARE), check="global")
     def body(weights: Params) -> tuple[Params, Params]:
-        own = shard_params(weights, BARE, into)
-        return own, gather_params(own, into, BARE)
+        own = reshard_params("slice", weights, BARE, into)
+        return own, reshard_params("all_gather", own, BARE, into)
 
     for moved in body(params()):
         assert_equal(full(moved), params())
@@ -217,9 +217,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "sync_gradients: the specs do not match the grads:\n  grads['w']: is no tensor but a float",
     ),
     "other shards": (
-        lambda: shard_params(X, P("tp"), P("dp")),
-        "shard_params: shards must be shards of the parameters:\n"
-        "  params['w']: P('tp') and P('dp'): they may differ in axes at the end of one dim only",
+        lambda: zero(sgd(), P("tp"), P("dp"), ()).update(X, X, sgd().init(X)),
+        "sync_gradients: shards must be shards of the parameters:\n"
+        "  grads['w']: P('tp') and P('dp'): they may differ in axes at the end of one dim only",
     ),
     "not pending": (
         lambda: sync_gradients(X, P(), "dp", into=P(("dp", "cp"))),
