@@ -23,6 +23,7 @@ from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.layouts import evenly
 from shardmap_torch.mixing.values import Share, Unshare
+from shardmap_torch.mixing.writes import refused_write
 
 _POINTWISE: Final = (
     "add radd sub rsub mul rmul div rdiv truediv rtruediv true_divide neg abs exp log sqrt rsqrt "
@@ -76,22 +77,34 @@ def on_global(
     backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Runs a function on values that are global over the automatic axes."""
+    name = getattr(func, "__name__", "a function")
     known: dict[int | None, Tensor] = {}
+    versions: list[tuple[Tensor, int]] = []
 
     def unshared(x: Tensor) -> Tensor:
         y = backend.unshared(x)
         if y is not x:
             known[memory_of(y)] = x
+            versions.append((y, _version(y)))
         return y
 
     def replicated(y: Tensor) -> Tensor:
         out, x = backend.replicated(y), known.get(memory_of(y))
         if x is not None:  # a view for which autograd does not know the value that it is of
-            backend.copies.add(getattr(func, "__name__", "a function"), x, out, autograd=True)
+            backend.copies.add(name, x, out, autograd=True)
         return out
 
     args, kwargs = map_tensors(unshared, (args, kwargs))
-    return map_tensors(replicated, func(*args, **kwargs))
+    found = func(*args, **kwargs)
+    if any(_version(y) != before for y, before in versions):
+        raise refused_write(name)
+    return map_tensors(replicated, found)
+
+
+def _version(x: Tensor) -> int:
+    """Returns how often a tensor was written; tensors of inference mode do not count it."""
+    base = base_of(x)
+    return 0 if base.is_inference() else base._version
 
 
 def _attention(

@@ -37,6 +37,7 @@ from shardmap_torch.mixing.values import local_of, moved
 from shardmap_torch.mixing.writes import (
     here,
     is_reshape_in_place,
+    refused_write,
     reshape_in_place,
     write_global,
     written,
@@ -55,7 +56,7 @@ class _Replicate(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # of an overload without its own
         if name == "__getitem__":
             args = args[0], tensors_of_index(args[1])
         leaves, structure = flatten((args, kwargs))
@@ -104,11 +105,7 @@ def _refuse_lost_write(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         )
     is_view = isinstance(x, Tensor) and any(layer._is_view() for layer in levels(x))
     if is_view or out is not None or name.strip("_") not in IN_PLACE:
-        what = "a view of a value" if is_view else "a value"
-        raise ShardMapError(
-            f"{name} writes into {what} that is sharded over automatic axes, {here()}; it cannot "
-            "run on shards. Use an operation that returns a new value, as torch.where or torch.cat."
-        )
+        raise refused_write(name, "a view of a value" if is_view else "a value")
 
 
 class _Fallback(TorchDispatchMode):

@@ -23,6 +23,14 @@ def here() -> str:
     return f"at {site}" if site is not None else "in the body"
 
 
+def refused_write(name: str, what: str = "a value") -> ShardMapError:
+    """Makes the error of a write that shards cannot do."""
+    return ShardMapError(
+        f"{name} writes into {what} that is sharded over automatic axes, {here()}; it cannot "
+        "run on shards. Use an operation that returns a new value, as torch.where or torch.cat."
+    )
+
+
 class RedistributedViews:
     """The views of one run of a body that had to be redistributed, and so are copies.
 

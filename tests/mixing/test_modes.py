@@ -45,6 +45,7 @@ def forward_over_reverse(x: Tensor) -> Tensor:
 def written_in_place(x: Tensor) -> Tensor:
     y = x * 1
     y += x.flip(0)
+    torch.ops.aten.add_.Tensor(y, x)
     return torch.relu_(y.clamp_(-1, 1).mul_(Y))
 
 
@@ -177,6 +178,12 @@ def write_by_unknown(x: Tensor) -> Tensor:
     return (x * 1).index_put_((torch.tensor([0]),), x.new_ones(1))
 
 
+def write_unseen(x: Tensor) -> Tensor:
+    y = x * 1
+    functional.leaky_relu(y, inplace=True)
+    return y
+
+
 def write_out(x: Tensor) -> Tensor:
     return torch.sin(x, out=x * 1)
 
@@ -224,6 +231,11 @@ REFUSED: dict[str, tuple[Body, str]] = {
         write_by_unknown,
         "index_put_ writes into a value that is sharded over automatic axes, at SITE "
         "return (x * 1).index_put_((torch.tensor([0]),), x.new_ones(1)); " + REFUSED_WRITE,
+    ),
+    "not by its name": (
+        write_unseen,
+        "leaky_relu writes into a value that is sharded over automatic axes, at SITE "
+        "functional.leaky_relu(y, inplace=True); " + REFUSED_WRITE,
     ),
     "out": (
         write_out,
