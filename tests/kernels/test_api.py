@@ -53,7 +53,7 @@ Gloo = Callable[[int], Pool]
 every_size = pytest.mark.parametrize("size", sampled((2, 3, 4), 3))
 
 DESTINATIONS = {name: (True,) for name in CALLS} | {"matmul_all_reduce": (False, True)}
-"""Whether a sum is R, or I."""
+"""Values of `replicate` by operation: a sum is R with it, else I."""
 
 FAST_LINK = Fabric(latency=1e-6, bandwidth=1e12, flops=6e9)
 LOOPBACK = Fabric(latency=1e-6, bandwidth=1e8, flops=6e9, overlap=0.0)
