@@ -21,9 +21,8 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.ir.own_functions import is_own, name_of_own, own_nodes
+from shardmap_torch.checker.ir.own_functions import is_own, name_of_hook, name_of_own, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.rank_only import name_of_hook
 from shardmap_torch.checker.ir.repairs import rejected
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.checker.rules.lattice import plain

@@ -1,26 +1,42 @@
-"""Types the cotangents that a backward in a body starts from, and the gradients it returns.
+"""Differentiations in a body: the cotangents they start from, and the gradients they return.
 
 A value that is equal on all ranks has one gradient, of which each rank has an addend if the loss
 varies: the body gets it as a pending sum, Partial. So a step that forgets to sum is rejected where
 it uses the gradient, not at the end.
 """
 
-from collections.abc import Sequence
-from typing import Final
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.interpreter.custom_functions import watch
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
-from shardmap_torch.core.functorch import base_of, dims_of
+from shardmap_torch.core.autograd_state import graph_nodes
+from shardmap_torch.core.functorch import base_of, dims_of, tangents
 from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    FakeTensor,
+    forward_level,
+    functorch,
+    gradient_of_transform,
+    make_dual,
+    set_grad_enabled,
+)
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import COTANGENT, K, Partial, R, V, Z
 
+_TAKES_GRADIENT: Final = gradient_of_transform.__code__
 _EQUAL: Final = frozenset({R, K, Z})
 """Types of values that are equal on all ranks, and whose gradient may be a pending sum."""
 
@@ -146,3 +162,181 @@ def _summed_by_repair(interpreter: Interpreter, gradient: Tensor) -> Tensor:
     types = interpreter.by_axis(storage_type.types)
     pending = [axis for axis, have in types.items() if have == Partial]
     return gradient if reduced is None or reduced.axis not in pending else reduced.apply(gradient)
+
+
+# ------------------------------------------------------------------------ functions of torch
+
+
+def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    out = func(*args, **kwargs)
+    if functorch.is_functorch_wrapped_tensor(out):
+        interpreter.mark_differentiated(out)
+    else:
+        interpreter.needs_ranks("requires_grad_")
+    return out
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, Tensor) or value is None else tuple(value)
+
+
+def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("outputs", "inputs", "grad_outputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest = args[len(names) :]
+    outputs = _as_tuple(given["outputs"])
+    given_seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
+    if len(given_seeds) == 1:
+        given_seeds = given_seeds * len(outputs) if given_seeds[0] is None else given_seeds
+    _require_gradients(interpreter, "torch.autograd.grad", outputs)
+    watch(interpreter, outputs)
+    if interpreter.goes_on(given_seeds):
+        return func(*args, **kwargs)
+    interpreter.traits.takes_gradients = True
+    seeds = tuple(map(partial(seed, interpreter), outputs, given_seeds))
+    given["outputs"], given["grad_outputs"] = outputs, seeds
+    in_transform = any(map(functorch.is_functorch_wrapped_tensor, outputs))
+    interpreter.needs_ranks(None if in_transform else "torch.autograd.grad")
+    inputs = _as_tuple(given["inputs"])
+    ending = Setting(interpreter, ending_levels=interpreter.ending_levels | _ending(outputs))
+    with interpreter.differentiating(seeds), ending:
+        grads = interpreter.observer.assume_gradients(interpreter, outputs, inputs)
+        grads = grads or func(*[given.pop(name) for name in names], *rest, **given)
+    for operand, gradient in zip(inputs, grads, strict=True):
+        check_gradient(interpreter, operand, gradient)
+    grads = hand_over(interpreter, inputs, grads)
+    interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
+    if forward_level() >= 0:
+        _note_tangents(interpreter, grads)
+    return sum_by_repair(interpreter, grads)
+
+
+def _require_gradients(interpreter: Interpreter, name: str, outputs: Sequence[Any]) -> None:
+    """Requires that a differentiation in the body has something to differentiate by."""
+    if not any(x.requires_grad for x in outputs if isinstance(x, Tensor)):
+        raise ShardTypeError(
+            f"{interpreter.name}: {name} at {call_site()}: no argument that the value is made of "
+            "requires a gradient.\nFix: take it in the body with value, gradients = "
+            "shardmap_torch.value_and_grad(loss)(params); or pass tensors that require gradients, "
+            "and call backward() on the result, outside."
+        )
+
+
+def _note_tangents(interpreter: Interpreter, grads: Sequence[Tensor | None]) -> None:
+    with interpreter.paused(), DisableTorchFunction():
+        pairs = [pair for grad in grads if grad is not None for pair in tangents(grad)]
+    interpreter.observer.on_tangents([value for value, _ in pairs], [made for _, made in pairs])
+
+
+def _make_dual(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    interpreter.observer.on_dual(*args[:2])
+    return func(*args, **kwargs)
+
+
+def _ending(outputs: Sequence[Any]) -> frozenset[int]:
+    """Returns the level of the transform that takes its gradient; none if the body does."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
+        frame = frame.f_back
+    if frame is None or frame.f_back is None or frame.f_back.f_code is not _TAKES_GRADIENT:
+        return frozenset()
+    return frozenset({max(int(functorch.maybe_get_level(x)) for x in outputs)})
+
+
+def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    """Interprets `Tensor.backward`, which is `torch.autograd.backward` of one value."""
+    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given |= {name: given.pop(own) for own, name in _RENAMED if own in given}
+    _several_backward(interpreter, torch.autograd.backward, (), given)
+
+
+_RENAMED: Final = (("self", "tensors"), ("gradient", "grad_tensors"))
+"""Names of arguments of `Tensor.backward`, and of `torch.autograd.backward`."""
+
+
+def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    """Interprets `torch.autograd.backward`, which adds gradients to `.grad`."""
+    names = ("tensors", "grad_tensors")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest = args[len(names) :]
+    outputs = _as_tuple(given.pop("tensors"))
+    listed = given.pop("grad_tensors", None)
+    given_seeds = (None,) * len(outputs) if listed is None else _as_tuple(listed)
+    if len(given_seeds) != len(outputs) or not all(isinstance(x, Tensor) for x in outputs):
+        return func(*args, **kwargs)  # torch says what is wrong
+    _require_gradients(interpreter, "backward()", outputs)
+    inputs = _as_tuple(given.get("inputs"))
+    if not all(x.is_leaf for x in inputs if isinstance(x, Tensor)):
+        raise ShardTypeError(
+            f"{interpreter.name}: backward() at {call_site()} names a tensor in inputs= that is no "
+            "leaf.\nFix: take its gradient with torch.autograd.grad."
+        )
+    nodes = graph_nodes([output.grad_fn for output in reversed(outputs)])  # the first comes first
+    reached = [getattr(node, "variable", None) for node in nodes]
+    leaves = list({id(leaf): leaf for leaf in reached if isinstance(leaf, Tensor)}.values())
+    if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
+        raise ShardTypeError(
+            f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
+            "closed-over tensor.\nFix: pass the tensor as an argument, and return its gradient."
+        )
+    watch(interpreter, outputs)
+    if interpreter.goes_on(given_seeds):
+        return func(outputs, given_seeds, *rest, **given)
+    seeds = list(map(partial(seed, interpreter), outputs, given_seeds))
+    interpreter.traits.takes_gradients = True
+    interpreter.needs_ranks("backward")
+    before = _fields(leaves)
+    with interpreter.differentiating(seeds):
+        func(outputs, seeds, *rest, **given)
+    grads = _fields(leaves)
+    for leaf, gradient in zip(leaves, grads, strict=True):
+        check_gradient(interpreter, leaf, gradient)
+    grads = hand_over(interpreter, leaves, grads, before)
+    _set_fields(interpreter, leaves, grads)
+    interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)
+    with torch.no_grad():
+        _set_fields(interpreter, leaves, sum_by_repair(interpreter, grads))
+    return None
+
+
+def _fields(leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    with DisableTorchFunction():  # the body does not ask
+        return [leaf.grad for leaf in leaves]
+
+
+def _set_fields(
+    interpreter: Interpreter, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> None:
+    with interpreter.paused(), DisableTorchFunction():
+        for leaf, gradient in zip(leaves, grads, strict=True):
+            leaf.grad = gradient
+
+
+def _grad_field(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(base_of(args[0]), FakeTensor):
+        raise ShardTypeError(
+            f"{interpreter.name}: .grad of a closed-over tensor is used at {call_site()}.\n"
+            "Fix: pass the tensor, or its gradient, as an argument."
+        )
+    return func(*args, **kwargs)
+
+
+def _switch_gradients(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    if interpreter.switches is not None and not interpreter.is_paused:
+        interpreter.switches += args
+        interpreter.observer.on_switch(interpreter.switches)
+    return func(*args, **kwargs)
+
+
+FUNCTIONS: Final[Mapping[Any, Any]] = {
+    set_grad_enabled: _switch_gradients,
+    Tensor.requires_grad_: _requires_grad,
+    make_dual: _make_dual,
+    torch.autograd.grad: _grad,
+    Tensor.backward: _backward,
+    torch.autograd.backward: _several_backward,
+    Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]  # torch's stubs: a tensor
+    Tensor.grad.__set__: _grad_field,  # type: ignore[union-attr]
+}
+"""Handlers of the functions that differentiate, or have to do with it."""

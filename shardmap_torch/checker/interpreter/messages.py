@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import Insert, Op, Repair, propose, rejected, rejection_of
-from shardmap_torch.checker.rules.infer import Refusal, tensors_of
-from shardmap_torch.checker.rules.lattice import BRANCH, MIXED, branch_advice, plain
+from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.rules.lattice import BRANCH, MIXED, Refusal, branch_advice, plain
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.source_location import Site
@@ -73,11 +73,10 @@ def refused(
 ) -> ShardTypeError:
     """Builds the error of an operation whose operands have conflicting types."""
     name = friendly(op)
-    if refusal.axis is None or refusal.conflict is None:
+    if refusal.axis is None:
         return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
     axis = interpreter.axes[refusal.axis]
-    conflict = refusal.conflict
-    types = [each for each in (conflict.first, conflict.second) if each is not None]
+    types = [each for each in (refusal.first, refusal.second) if each is not None]
     uses = [
         use_of(label, tensor, interpreter.storage_type(tensor))
         for label, value in arguments.items()
@@ -87,7 +86,7 @@ def refused(
     lines = [f"{_describe(use, refusal.axis)}{more}" for use, more in shown]
     lines += _chains([use for use, _ in shown], refusal.axis)
     head = f"{name} over axis {axis!r} of {' and '.join(map(str, types))}: {refusal.reason}."
-    if conflict.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
+    if refusal.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
         return _both_ways(interpreter, axis, uses, refusal.axis)
     gradients = _pending_gradients(uses, refusal.axis, axis)
     is_index = any(is_rank(use.storage_type, refusal.axis, axis) for use in uses)
@@ -100,7 +99,7 @@ def refused(
     types += [use.types[refusal.axis] for use in uses]
     rejection = error(interpreter, head, lines, advice, types=types)
     propose(rejection, _summing(gradients, axis))
-    if conflict.reason == MIXED and not gradients:
+    if refusal.reason == MIXED and not gradients:
         for use in uses:
             if use.types[refusal.axis] == I:
                 _propose_as_replicate(interpreter, rejection, use.storage_type, refusal.axis)

@@ -8,9 +8,11 @@ through which no gradient can flow.
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -20,11 +22,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.interpreter import custom_functions, gradients, proposals, scalars
-from shardmap_torch.checker.interpreter.custom_functions import uncommitted, watch
-from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting, running
+from shardmap_torch.checker.interpreter.custom_functions import uncommitted
+from shardmap_torch.checker.interpreter.interpreter import (
+    Interpreter,
+    Setting,
+    current_interpreter,
+    running,
+)
 from shardmap_torch.checker.interpreter.operations import Operations
-from shardmap_torch.checker.interpreter.questions import ADDRESSES, guarding_generator_state
-from shardmap_torch.checker.ir.rank_only import (
+from shardmap_torch.checker.ir.own_functions import (
     GRAD_FN,
     HOOKS,
     UNBATCHED,
@@ -38,25 +44,17 @@ from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.functions import METADATA
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
-from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.functorch import (
     base_of,
     can_receive_gradient,
     levels,
     outer_grad_mode,
-    tangents,
 )
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
-    DisableTorchFunction,
     FakeTensor,
     custom_function_call,
-    forward_level,
     function_mode_stack,
-    functorch,
-    gradient_of_transform,
-    make_dual,
-    set_grad_enabled,
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -64,7 +62,6 @@ from shardmap_torch.ops.asking import ANSWERING
 
 _PLAINLY: Final = nullcontext()
 _LOGGER: Final = logging.getLogger("torch._subclasses.fake_tensor")
-_TAKES_GRADIENT: Final = gradient_of_transform.__code__
 
 
 @contextmanager
@@ -233,152 +230,6 @@ def _forget(found: Sequence[Any]) -> None:
             converter.invalidate_constant_aliases(base.constant)
 
 
-def _requires_grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    out = func(*args, **kwargs)
-    if functorch.is_functorch_wrapped_tensor(out):
-        interpreter.mark_differentiated(out)
-    else:
-        interpreter.needs_ranks("requires_grad_")
-    return out
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, Tensor) or value is None else tuple(value)
-
-
-def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("outputs", "inputs", "grad_outputs")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    rest = args[len(names) :]
-    outputs = _as_tuple(given["outputs"])
-    given_seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
-    if len(given_seeds) == 1:
-        given_seeds = given_seeds * len(outputs) if given_seeds[0] is None else given_seeds
-    _require_gradients(interpreter, "torch.autograd.grad", outputs)
-    watch(interpreter, outputs)
-    if interpreter.goes_on(given_seeds):
-        return func(*args, **kwargs)
-    interpreter.traits.takes_gradients = True
-    seeds = tuple(map(partial(gradients.seed, interpreter), outputs, given_seeds))
-    given["outputs"], given["grad_outputs"] = outputs, seeds
-    in_transform = any(map(functorch.is_functorch_wrapped_tensor, outputs))
-    interpreter.needs_ranks(None if in_transform else "torch.autograd.grad")
-    inputs = _as_tuple(given["inputs"])
-    ending = Setting(interpreter, ending_levels=interpreter.ending_levels | _ending(outputs))
-    with interpreter.differentiating(seeds), ending:
-        grads = interpreter.observer.assume_gradients(interpreter, outputs, inputs)
-        grads = grads or func(*[given.pop(name) for name in names], *rest, **given)
-    for operand, gradient in zip(inputs, grads, strict=True):
-        gradients.check_gradient(interpreter, operand, gradient)
-    grads = gradients.hand_over(interpreter, inputs, grads)
-    interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
-    if forward_level() >= 0:
-        _note_tangents(interpreter, grads)
-    return gradients.sum_by_repair(interpreter, grads)
-
-
-def _require_gradients(interpreter: Interpreter, name: str, outputs: Sequence[Any]) -> None:
-    """Requires that a differentiation in the body has something to differentiate by."""
-    if not any(x.requires_grad for x in outputs if isinstance(x, Tensor)):
-        raise ShardTypeError(
-            f"{interpreter.name}: {name} at {call_site()}: no argument that the value is made of "
-            "requires a gradient.\nFix: take it in the body with value, gradients = "
-            "shardmap_torch.value_and_grad(loss)(params); or pass tensors that require gradients, "
-            "and call backward() on the result, outside."
-        )
-
-
-def _note_tangents(interpreter: Interpreter, grads: Sequence[Tensor | None]) -> None:
-    with interpreter.paused(), DisableTorchFunction():
-        pairs = [pair for grad in grads if grad is not None for pair in tangents(grad)]
-    interpreter.observer.on_tangents([value for value, _ in pairs], [made for _, made in pairs])
-
-
-def _make_dual(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    interpreter.observer.on_dual(*args[:2])
-    return func(*args, **kwargs)
-
-
-def _ending(outputs: Sequence[Any]) -> frozenset[int]:
-    """Returns the level of the transform that takes its gradient; none if the body does."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not torch.autograd.grad.__code__:
-        frame = frame.f_back
-    if frame is None or frame.f_back is None or frame.f_back.f_code is not _TAKES_GRADIENT:
-        return frozenset()
-    return frozenset({max(int(functorch.maybe_get_level(x)) for x in outputs)})
-
-
-def _backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    """Interprets `Tensor.backward`, which is `torch.autograd.backward` of one value."""
-    names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    given |= {name: given.pop(own) for own, name in _RENAMED if own in given}
-    _several_backward(interpreter, torch.autograd.backward, (), given)
-
-
-_RENAMED: Final = (("self", "tensors"), ("gradient", "grad_tensors"))
-"""Names of arguments of `Tensor.backward`, and of `torch.autograd.backward`."""
-
-
-def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    """Interprets `torch.autograd.backward`, which adds gradients to `.grad`."""
-    names = ("tensors", "grad_tensors")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    rest = args[len(names) :]
-    outputs = _as_tuple(given.pop("tensors"))
-    listed = given.pop("grad_tensors", None)
-    given_seeds = (None,) * len(outputs) if listed is None else _as_tuple(listed)
-    if len(given_seeds) != len(outputs) or not all(isinstance(x, Tensor) for x in outputs):
-        return func(*args, **kwargs)  # torch says what is wrong
-    _require_gradients(interpreter, "backward()", outputs)
-    inputs = _as_tuple(given.get("inputs"))
-    if not all(x.is_leaf for x in inputs if isinstance(x, Tensor)):
-        raise ShardTypeError(
-            f"{interpreter.name}: backward() at {call_site()} names a tensor in inputs= that is no "
-            "leaf.\nFix: take its gradient with torch.autograd.grad."
-        )
-    nodes = graph_nodes([output.grad_fn for output in reversed(outputs)])  # the first comes first
-    reached = [getattr(node, "variable", None) for node in nodes]
-    leaves = list({id(leaf): leaf for leaf in reached if isinstance(leaf, Tensor)}.values())
-    if any(not isinstance(base_of(leaf), FakeTensor) for leaf in leaves):
-        raise ShardTypeError(
-            f"{interpreter.name}: backward() at {call_site()} would write into the .grad of a "
-            "closed-over tensor.\nFix: pass the tensor as an argument, and return its gradient."
-        )
-    watch(interpreter, outputs)
-    if interpreter.goes_on(given_seeds):
-        return func(outputs, given_seeds, *rest, **given)
-    seeds = list(map(partial(gradients.seed, interpreter), outputs, given_seeds))
-    interpreter.traits.takes_gradients = True
-    interpreter.needs_ranks("backward")
-    before = _fields(leaves)
-    with interpreter.differentiating(seeds):
-        func(outputs, seeds, *rest, **given)
-    grads = _fields(leaves)
-    for leaf, gradient in zip(leaves, grads, strict=True):
-        gradients.check_gradient(interpreter, leaf, gradient)
-    grads = gradients.hand_over(interpreter, leaves, grads, before)
-    _set_fields(interpreter, leaves, grads)
-    interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)
-    with torch.no_grad():
-        _set_fields(interpreter, leaves, gradients.sum_by_repair(interpreter, grads))
-    return None
-
-
-def _fields(leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    with DisableTorchFunction():  # the body does not ask
-        return [leaf.grad for leaf in leaves]
-
-
-def _set_fields(
-    interpreter: Interpreter, leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> None:
-    with interpreter.paused(), DisableTorchFunction():
-        for leaf, gradient in zip(leaves, grads, strict=True):
-            leaf.grad = gradient
-
-
 def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     raise ShardTypeError(
         f"{interpreter.name}: .data of a tensor is set at {call_site()}: it gives the tensor other "
@@ -386,36 +237,168 @@ def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> An
     )
 
 
-def _grad_field(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    if not isinstance(base_of(args[0]), FakeTensor):
+# ---------------------------------------------------------------------------------- questions
+#
+# Refused are those whose answers differ between ranks, and would count as equal on all of them.
+#
+# Where and how a tensor lies in memory: a check runs on tensors without data, contiguous and
+# unshared. Each rank has its tensor elsewhere and otherwise, a shard for instance behind other
+# shards and with their strides.
+#
+# The state of the default generator: `torch.initial_seed()` and `torch.get_rng_state()` return the
+# seed of each process, which may differ between processes, as a Python value.
+
+_ASKS: Final = {"initial_seed": "initial_seed", "get_state": "get_rng_state", "seed": "seed"}
+"""Methods of a generator, and the functions of torch that call them."""
+
+_TORCH: Final = str(Path(torch.__file__).parent)
+_MODULE: Final[Any] = torch.random
+_LOCK: Final = threading.Lock()
+
+
+class _Guarded:
+    """Replaces the generator in the module `torch.random` while bodies are interpreted."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.users = generator, 0
+
+    def __getattr__(self, name: str) -> Any:
+        interpreter = current_interpreter()
+        if name in _ASKS and interpreter and is_user(sys._getframe(1).f_back):
+            raise ShardTypeError(
+                f"{interpreter.name}: torch.{_ASKS[name]}() at {call_site()} gives what each "
+                "process has of its own, and it would count as equal on all ranks.\n"
+                "Fix: pass it as an argument, or draw from a key of shardmap_torch.random."
+            )
+        return getattr(self.generator, name)
+
+
+def is_user(frame: FrameType | None) -> bool:
+    """Returns whether the frame runs the user's own code, and not torch's or ours."""
+    return frame is not None and not (is_own(frame) or frame.f_code.co_filename.startswith(_TORCH))
+
+
+@contextmanager
+def guarding_generator_state() -> Iterator[None]:
+    """Refuses reads of the default generator's state by interpreted code in this context.
+
+    Raises:
+        ShardTypeError: it reads it.
+    """
+    with _LOCK:
+        guard = _MODULE.default_generator
+        if not isinstance(guard, _Guarded):
+            guard = _MODULE.default_generator = _Guarded(guard)
+        guard.users += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            guard.users -= 1
+            if guard.users == 0:
+                _MODULE.default_generator = guard.generator
+
+
+_Question = Callable[..., Any]
+
+_WHERE: Final = (
+    "tells where a tensor lies in memory, which differs between ranks, and it would count as equal "
+    "on all ranks",
+    "leave it out of the body; to compare tensors, use `is`",
+)
+_HOW: Final = (
+    "tells how a tensor lies in memory, which differs between shards and the global tensor, and "
+    "between meshes, and it would count as equal everywhere",
+    "leave it out of the body: contiguous() and reshape() copy only where they must",
+)
+_HISTORY: Final = (
+    "tells what autograd keeps of a tensor, which differs between meshes, and it would count as "
+    "equal everywhere",
+    "ask x.requires_grad, or pass what is known before the call as a static argument",
+)
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_QUESTIONS: Final[Mapping[_Question, tuple[str, tuple[str, str]]]] = {
+    **{getattr(Tensor, name): (f"{name}()", _WHERE) for name in ("data_ptr", "storage_offset")},
+    **{
+        getattr(Tensor, name): (f"{name}()", _HOW)
+        for name in ("stride", "is_contiguous", "dim_order", "is_set_to", "_is_view", "storage")
+    },
+    Tensor.untyped_storage: ("untyped_storage()", _HOW),
+    _getter("_base"): ("_base", _HOW),
+    _getter("_version"): ("_version", _HISTORY),
+    _getter("is_leaf"): ("is_leaf", _HISTORY),
+}
+"""Functions of torch that ask: their names, and the end of the message with its repair."""
+
+
+def reject_address(
+    interpreter: Interpreter, func: _Question, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Answers torch's own code only.
+
+    Raises:
+        ShardTypeError: the user's code asks.
+    """
+    if is_user(_asker(func)):
+        name, (tells, instead) = _QUESTIONS[func]
         raise ShardTypeError(
-            f"{interpreter.name}: .grad of a closed-over tensor is used at {call_site()}.\n"
-            "Fix: pass the tensor, or its gradient, as an argument."
+            f"{interpreter.name}: {name} at {call_site()} {tells}.\nFix: {instead}."
         )
     return func(*args, **kwargs)
 
 
-def _switch_gradients(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    if interpreter.switches is not None and not interpreter.is_paused:
-        interpreter.switches += args
-        interpreter.observer.on_switch(interpreter.switches)
+def _ask_for_gradients(
+    interpreter: Interpreter, func: _Question, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Answers, but has ranks run a body of which the user's code asks: vmap answers otherwise."""
+    if is_user(_asker(func)):
+        interpreter.needs_ranks("a question for requires_grad")
     return func(*args, **kwargs)
 
 
+def _asker(func: _Question) -> FrameType | None:
+    """Returns the frame that calls a function of torch, which may be in Python itself."""
+    # The frames here: this function, its caller, and two of the mode that calls that.
+    frame: FrameType | None = sys._getframe(4)
+    code = getattr(func, "__code__", None)
+    while code is not None and frame is not None:
+        found, frame = frame.f_code is code, frame.f_back
+        if found:
+            break
+    return _behind_modes(frame, func)
+
+
+def _behind_modes(frame: FrameType | None, func: _Question) -> FrameType | None:
+    """Skips modes of the user's, which pass on what another has asked."""
+    outer = frame
+    while outer is not None and is_user(outer):
+        code, passed = outer.f_code, outer.f_locals
+        names = code.co_varnames[1 : code.co_argcount]  # without self
+        outer = outer.f_back
+        if code.co_name == "__torch_function__" and any(passed.get(n) is func for n in names):
+            return _behind_modes(outer, func)
+    return frame
+
+
+ADDRESSES: Final[Mapping[_Question, _Question]] = {
+    **dict.fromkeys(_QUESTIONS, reject_address),
+    _getter("requires_grad"): _ask_for_gradients,
+}
+"""Functions of torch that ask, with what handles them."""
+
+
 _SPECIAL: Final[Mapping[Any, Any]] = {
-    set_grad_enabled: _switch_gradients,
-    Tensor.requires_grad_: _requires_grad,
-    make_dual: _make_dual,
-    torch.autograd.grad: _grad,
-    Tensor.backward: _backward,
-    torch.autograd.backward: _several_backward,
     **dict.fromkeys(
         (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, GRAD_FN),
         custom_functions.refuse_hooks,
     ),
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
-    Tensor.grad.__get__: _grad_field,  # type: ignore[union-attr]
-    Tensor.grad.__set__: _grad_field,  # type: ignore[union-attr]
+    **gradients.FUNCTIONS,
     **scalars.FUNCTIONS,
     **ADDRESSES,
 }

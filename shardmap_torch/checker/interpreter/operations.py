@@ -33,8 +33,8 @@ from shardmap_torch.checker.ir.fake_results import (
     run_fake,
 )
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
+from shardmap_torch.checker.ir.own_functions import has_saving_hooks, rank_only_part
 from shardmap_torch.checker.ir.program import Equation, Use, use_of, varying
-from shardmap_torch.checker.ir.rank_only import has_saving_hooks, rank_only_part
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import is_marked
 from shardmap_torch.checker.rules.infer import (

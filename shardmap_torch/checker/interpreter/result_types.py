@@ -11,7 +11,6 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.own_functions import name_of_own
 from shardmap_torch.checker.ir.program import StorageType, varying
 from shardmap_torch.checker.rules.infer import (
-    Refusal,
     Types,
     draws,
     each_axis,
@@ -24,7 +23,7 @@ from shardmap_torch.checker.rules.infer import (
     type_call,
     writes_of,
 )
-from shardmap_torch.checker.rules.lattice import Outcome, plain
+from shardmap_torch.checker.rules.lattice import Outcome, Refusal, plain
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
 from shardmap_torch.types import AxisType, I, K, R, V

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from shardmap_torch.checker.ir.own_functions import is_rank_only
 from shardmap_torch.checker.ir.program import StorageType
-from shardmap_torch.checker.ir.rank_only import is_rank_only
 from shardmap_torch.checker.rules.infer import (
     Types,
     draws,

@@ -1,7 +1,7 @@
 """The types of one ATen call's results, from its row and the types of what it reads."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isfinite
 from typing import Any, Final, TypeAlias
@@ -15,9 +15,9 @@ from shardmap_torch.checker.rules.lattice import (
     INTEGER,
     UNKNOWN,
     WRAPPED,
-    Conflict,
     Outcome,
     Reason,
+    Refusal,
     combine,
     join,
     multiply,
@@ -36,22 +36,7 @@ Read: TypeAlias = Callable[[Tensor], Types]
 """A function that returns the types of an operand."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A call that cannot be typed, and the reason.
-
-    Attributes:
-        axis: position of the mesh axis; None if the reason does not depend on an axis.
-        conflict: the types that do not go together; None if the operation itself is refused.
-        reason: why.
-    """
-
-    axis: int | None
-    conflict: Conflict | None
-    reason: Reason
-
-
-Outcomes: TypeAlias = "Types | Refusal"
+Outcomes: TypeAlias = Types | Refusal
 
 
 @dataclass(frozen=True)
@@ -166,9 +151,9 @@ def type_call(
     """
     row = row_of(op)
     if row is None:
-        return [Refusal(None, None, UNKNOWN)]
+        return [Refusal(UNKNOWN)]
     if row.refuse is not None:
-        return [Refusal(None, None, Reason(row.refuse))]
+        return [Refusal(Reason(row.refuse))]
     if is_in_linear_backward():
         operands = [read(t) for value in arguments.values() for t in tensors_of(value)]
         return [each_axis(_join_linearly, operands, num_axes)]
@@ -242,7 +227,7 @@ def rounding(
         elif wrapped - {made.dtype}:
             reason = WRAPPED
         if Partial in found and reason is not None:
-            return Refusal(found.index(Partial), Conflict(Partial, None, reason), reason)
+            return Refusal(reason, Partial, axis=found.index(Partial))
     return None
 
 
@@ -269,8 +254,8 @@ def each_axis(
     found: list[AxisType] = []
     for axis in range(num_axes):
         outcome = join_types([types[axis] for types in operands])
-        if isinstance(outcome, Conflict):
-            return Refusal(axis, outcome, outcome.reason)
+        if isinstance(outcome, Refusal):
+            return replace(outcome, axis=axis)
         found.append(outcome)
     return tuple(found)
 
@@ -317,13 +302,13 @@ def _outcome(row: Row, typing: _Typing, arguments: Mapping[str, Any]) -> Outcome
         rest = [each[axis] for each in others]
         products = [[each[axis] for each in term] for term in terms]
         outcome = combine(products, rest) if linear else join(rest)
-        if isinstance(outcome, Conflict):
-            return Refusal(axis, outcome, outcome.reason)
+        if isinstance(outcome, Refusal):
+            return replace(outcome, axis=axis)
         if outcome in (V, Partial) and branches(signature, arguments):
-            return Refusal(axis, Conflict(outcome, None, BRANCH), BRANCH)
+            return Refusal(BRANCH, outcome, axis=axis)
         # Draws with a pending sum as a parameter are no addends of a draw with the sum.
         if random and outcome == Partial:
-            return Refusal(axis, Conflict(Partial, None, BITS), BITS)
+            return Refusal(BITS, Partial, axis=axis)
         own = random and (drawn is None or drawn[axis] == V)
         types.append(V if own else Z if row.zero else outcome)
     return tuple(types)

@@ -125,21 +125,23 @@ def branch_advice(name: str, axis: str, is_index: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Conflict:
-    """Two types that do not go together, and why.
+class Refusal:
+    """Why types do not go together, or why an operation cannot be typed.
 
     Attributes:
-        first: one of the types.
-        second: the other; None if the operation does not take `first` at all.
         reason: what would go wrong.
+        first: one of the types; None if the operation itself is refused.
+        second: the other; None if the operation does not take `first` at all.
+        axis: position of the mesh axis, once it is known.
     """
 
-    first: AxisType
-    second: AxisType | None
     reason: Reason
+    first: AxisType | None = None
+    second: AxisType | None = None
+    axis: int | None = None
 
 
-Outcome: TypeAlias = AxisType | Conflict
+Outcome: TypeAlias = AxisType | Refusal
 
 
 def plain(axis_type: AxisType) -> AxisType:
@@ -158,9 +160,9 @@ def join(types: Sequence[AxisType]) -> Outcome:
     """
     seen = {plain(axis_type) for axis_type in types}
     if Partial in seen:
-        return Conflict(Partial, None, NONLINEAR)
+        return Refusal(NONLINEAR, Partial)
     if I in seen and (V in seen or R in seen):
-        return Conflict(I, V if V in seen else R, MIXED)
+        return Refusal(MIXED, I, V if V in seen else R)
     return next((axis_type for axis_type in (V, R, I) if axis_type in seen), K)
 
 
@@ -180,7 +182,7 @@ def multiply(factors: Sequence[AxisType]) -> Outcome:
         return join(types)
     types.remove(Partial)
     bad = next((axis_type for axis_type in types if axis_type not in (R, K, Z)), None)
-    return Partial if bad is None else Conflict(Partial, bad, PRODUCT)
+    return Partial if bad is None else Refusal(PRODUCT, Partial, bad)
 
 
 def add(addends: Sequence[AxisType]) -> Outcome:
@@ -196,7 +198,7 @@ def add(addends: Sequence[AxisType]) -> Outcome:
     if Partial not in types:
         return join(types) if types else Z
     bad = next((axis_type for axis_type in types if axis_type not in (Partial, V)), None)
-    return Partial if bad is None else Conflict(Partial, bad, COUNTED)
+    return Partial if bad is None else Refusal(COUNTED, Partial, bad)
 
 
 def combine(terms: Sequence[Sequence[AxisType]], parameters: Sequence[AxisType]) -> Outcome:
@@ -211,9 +213,9 @@ def combine(terms: Sequence[Sequence[AxisType]], parameters: Sequence[AxisType])
     products = [multiply(term) for term in terms]
     addends = [outcome for outcome in products if isinstance(outcome, AxisType)]
     if len(addends) < len(products):
-        return next(outcome for outcome in products if isinstance(outcome, Conflict))
+        return next(outcome for outcome in products if isinstance(outcome, Refusal))
     total = add(addends) if terms else K
-    if isinstance(total, Conflict):
+    if isinstance(total, Refusal):
         return total
     if total != Partial:
         fixed = [axis_type for axis_type in parameters if axis_type not in (K, Z)]
@@ -221,7 +223,7 @@ def combine(terms: Sequence[Sequence[AxisType]], parameters: Sequence[AxisType])
     bad = next(
         (axis_type for axis_type in map(plain, parameters) if axis_type not in (R, K, Z)), None
     )
-    return Partial if bad is None else Conflict(Partial, bad, SELECTION)
+    return Partial if bad is None else Refusal(SELECTION, Partial, bad)
 
 
 ACCEPTED: Final = {

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.repairs import is_divided
-from shardmap_torch.checker.rules.infer import Refusal, Types, draws, named_tensors, type_results
-from shardmap_torch.checker.rules.lattice import NONLINEAR
+from shardmap_torch.checker.rules.infer import Types, draws, named_tensors, type_results
+from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED

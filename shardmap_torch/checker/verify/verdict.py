@@ -10,7 +10,7 @@ import torch
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.guards.monitor import CheckedStep, End, RunMonitor
-from shardmap_torch.checker.ir.own_functions import communicating
+from shardmap_torch.checker.ir.own_functions import communicating, keep_scope
 from shardmap_torch.checker.ir.paths import AgainError, every_path, format_branches
 from shardmap_torch.checker.ir.program import (
     Cast,
@@ -22,7 +22,6 @@ from shardmap_torch.checker.ir.program import (
     Traits,
     Where,
 )
-from shardmap_torch.checker.ir.rank_only import keep_scope
 from shardmap_torch.checker.ir.repairs import NONE, Repair, rejection_of, shortened, with_tried
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types

@@ -10,8 +10,8 @@ from typing import Any, Final
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardmap_torch.checker.interpreter.questions import is_user
-from shardmap_torch.checker.ir.rank_only import (
+from shardmap_torch.checker.interpreter.modes import is_user
+from shardmap_torch.checker.ir.own_functions import (
     GRAD_FN,
     HOOKS,
     has_saving_hooks,

@@ -14,7 +14,8 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from shardmap_torch.checker.rules import infer as typing_of_calls
-from shardmap_torch.checker.rules.infer import Refusal, name_arguments, type_call
+from shardmap_torch.checker.rules.infer import name_arguments, type_call
+from shardmap_torch.checker.rules.lattice import Refusal
 from shardmap_torch.checker.rules.registry import row_of
 from shardmap_torch.checker.rules.rule import Row, never, product, sums
 from shardmap_torch.types import AxisType, Partial

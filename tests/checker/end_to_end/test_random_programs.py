@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardmap_torch import I, Partial, R
 from shardmap_torch.checker.interpreter import collectives
 from shardmap_torch.checker.rules import infer, lattice
-from shardmap_torch.checker.rules.lattice import Conflict, join
+from shardmap_torch.checker.rules.lattice import Refusal, join
 from shardmap_torch.checker.verify import outputs
 from shardmap_torch.types import AxisType, K, V, Z
 from tests.checker.support.machines import Notes
@@ -139,23 +139,23 @@ def test_the_generator_draws_every_collective_and_gradients_of_each_kind() -> No
     assert sum(seen.values()) >= 60
 
 
-def _lenient_add(addends: Sequence[AxisType]) -> AxisType | Conflict:
+def _lenient_add(addends: Sequence[AxisType]) -> AxisType | Refusal:
     """An equal addend beside a P is counted once for every rank."""
     return Partial if Partial in addends else join([k for k in addends if k != Z])
 
 
-def _lenient_join(types: Sequence[AxisType]) -> AxisType | Conflict:
+def _lenient_join(types: Sequence[AxisType]) -> AxisType | Refusal:
     """An I meets a V, and its gradient is never summed."""
     seen = set(types)
     return V if I in seen and V in seen and Partial not in seen else join(types)
 
 
-def _lenient_curve(types: Sequence[AxisType]) -> AxisType | Conflict:
+def _lenient_curve(types: Sequence[AxisType]) -> AxisType | Refusal:
     """Any operation acts on the addends of a sum."""
     return Partial if Partial in types else join(types)
 
 
-def _lenient_product(factors: Sequence[AxisType]) -> AxisType | Conflict:
+def _lenient_product(factors: Sequence[AxisType]) -> AxisType | Refusal:
     """A sum is multiplied by what differs on the ranks."""
     types = [k for k in factors if k != Partial]
     return Partial if len(types) < len(factors) else join(types)

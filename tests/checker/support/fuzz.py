@@ -19,14 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardmap_torch.checker.rules.infer import (
-    Refusal,
     is_in_linear_backward,
     name_arguments,
     signature_of,
     tensors_of,
     type_call,
 )
-from shardmap_torch.checker.rules.lattice import BITS, BRANCH, INTEGER, Conflict, add
+from shardmap_torch.checker.rules.lattice import BITS, BRANCH, INTEGER, Refusal, add
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.run.trials.draws import random_like
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
@@ -88,7 +87,7 @@ class Typing(TorchDispatchMode):
                 axis_type = outcomes[at if at < len(outcomes) else 0][0]
                 whole = target.numel() * target.element_size() == _storage(target).nbytes()
                 total = axis_type if whole else add([self.read(target)[0], axis_type])
-                if isinstance(total, Conflict):
+                if isinstance(total, Refusal):
                     raise RefusedError(f"{func}: {total.reason}")
                 self.bring(target, total)
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from shardmap_torch.checker.rules import infer as typing_of_calls
-from shardmap_torch.checker.rules.infer import Refusal, name_arguments, type_call
+from shardmap_torch.checker.rules.infer import name_arguments, type_call
+from shardmap_torch.checker.rules.lattice import Refusal
 from shardmap_torch.checker.rules.rule import Row
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.types import AxisType, K, Partial, R, V, Z

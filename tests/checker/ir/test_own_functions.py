@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from shardmap_torch import P, TransformError, check_program, checkpoint, make_mesh, shard_map
-from shardmap_torch.checker.ir.rank_only import takes_vmap
+from shardmap_torch.checker.ir.own_functions import takes_vmap
 
 Body = Callable[[Tensor, Tensor], Tensor]
 
@@ -191,7 +191,7 @@ def test_a_mesh_that_says_vmap_refuses_them_and_names_the_line(body: Body) -> No
     what, where, fix = str(error.value).splitlines()
     head = f"{body.__name__}: one batched program drops, or cannot run, what single ranks run: "
     assert what.startswith(head + NAMES.get(body, ""))
-    assert where.startswith("  at test_rank_only.py:")
+    assert where.startswith("  at test_own_functions.py:")
     assert fix == (
         'Fix: use make_mesh(..., simulate="auto"), which runs such bodies as ranks, or "ranks".'
     )
@@ -204,7 +204,7 @@ def test_an_unchecked_one_is_refused_when_it_is_about_to_be_dropped(body: Body) 
     mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="vmap")
     specs = P("dp"), P(replicate={"dp"})
     f = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("dp"), check=False)
-    with pytest.raises(TransformError, match=r"single ranks run: .*\n  at test_rank_only.py:"):
+    with pytest.raises(TransformError, match=r"single ranks run: .*\n  at test_own_functions.py:"):
         f(*(x.requires_grad_() for x in inputs()))
 
 
