@@ -23,6 +23,7 @@ from shardmap_torch.checker.ir.repairs import (
     rejection_of,
 )
 from shardmap_torch.checker.rules.infer import tensors_of
+from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
@@ -32,33 +33,14 @@ from shardmap_torch.core.functorch import base_of, is_batched
 from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
-from shardmap_torch.types import AxisType, I, Partial, R, V
+from shardmap_torch.types import AxisType, I, K, Partial, R, V
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
 
 
-Met = tuple[str, int | None]
-"""The letter of a type along an axis, and of an S the dim."""
-
-State = Mapping[str, Met]
-"""The type of a tensor, or the dim that is sharded, along each axis of several ranks."""
-
-_NOTHING: Final[Met] = ("K", None)
-
-
-def state_of(types: Mapping[str, AxisType], spec: P | None, sizes: Mapping[str, int]) -> State:
-    """Returns what a tensor is along each axis, from its types and its layout, if it is known."""
-    return {axis: _met(have.kind, axis, spec) for axis, have in types.items() if sizes[axis] > 1}
-
-
-def _met(kind: str, axis: str, spec: P | None) -> Met:
-    if kind == "P" or (spec is not None and axis in spec.partial):
-        return "P", None
-    for dim, axes in spec.sharded_dims if spec is not None else ():
-        if axis in axes:
-            return "S", dim
-    return ("V", None) if kind == "S" else (kind, None)
+State = Mapping[str, AxisType]
+"""The type of a tensor along each axis of several ranks; S where it is known to be sharded."""
 
 
 def _options(**given: Any) -> tuple[tuple[str, Any], ...]:
@@ -93,12 +75,12 @@ def inserts(state: State, spec: P | None, peers: Sequence[State]) -> Iterator[tu
         peers: the states of the call's other operands.
     """
     for axis, have in state.items():
-        kind, dim = have
-        suiting = dict.fromkeys(peer.get(axis, _NOTHING) for peer in peers)
+        kind = have.kind
+        suiting = dict.fromkeys(peer.get(axis, K) for peer in peers)
         for need in suiting:
             yield from ((kind, each) for each in _to(axis, have, need))
-        if kind == "S" and dim is not None:
-            yield from ((kind, each) for each in gathers(axis, dim, spec))
+        if have.dim is not None:
+            yield from ((kind, each) for each in gathers(axis, have.dim, spec))
         yield from ((kind, Insert(name, axis, options)) for name, options in _CALLS.get(kind, ()))
 
 
@@ -111,31 +93,30 @@ def gathers(axis: str, dim: int, spec: P | None) -> Iterator[Insert]:
         yield Insert("all_gather", axes if len(axes) > 1 else axis, _options(dim=dim, dst=dst))
 
 
-def _to(axis: str, have: Met, need: Met) -> Iterator[Insert]:
+def _to(axis: str, have: AxisType, need: AxisType) -> Iterator[Insert]:
     """Yields the call after which a tensor is sharded, or a pending sum, as another is."""
-    (kind, dim), (wanted, to) = have, need
-    source = _SOURCE.get(kind)
-    if wanted == "S" and source is not None:
-        yield Insert("convert", axis, _options(src=source, dst=V, dim=to))
-    if wanted == "S" and kind == "P":
-        yield Insert("reduce_scatter", axis, _options(dim=to))
-    if wanted == "S" and kind == "S" and dim != to:
-        yield Insert("all_to_all", axis, _options(split_dim=to, concat_dim=dim))
-    if wanted == "P" and source is not None:
+    source = _SOURCE.get(have.kind)
+    if need.kind == "S" and source is not None:
+        yield Insert("convert", axis, _options(src=source, dst=V, dim=need.dim))
+    if need.kind == "S" and have == Partial:
+        yield Insert("reduce_scatter", axis, _options(dim=need.dim))
+    if need.kind == have.kind == "S" and have != need:
+        yield Insert("all_to_all", axis, _options(split_dim=need.dim, concat_dim=have.dim))
+    if need == Partial and source is not None:
         yield Insert("convert", axis, _options(src=source, dst=Partial))
-    if wanted == "P" and kind == "S":
-        yield Insert("convert", axis, _options(src=V, dst=Partial, dim=dim))
+    if need == Partial and have.kind == "S":
+        yield Insert("convert", axis, _options(src=V, dst=Partial, dim=have.dim))
 
 
 def to_spec(state: State, own: P | None, spec: P) -> Sequence[Insert]:
     """Returns what a result needs so that it is as its spec promises, over all axes."""
     found: list[Insert] = []
     for axis, have in state.items():
-        (kind, dim), need = have, _met("I", axis, spec)
-        if need[0] == "I" and kind in "PV":
+        need = spec.types.get(axis, I)
+        if need in (I, R) and have.kind in "PV":
             found.append(Insert("all_reduce", axis, _options(dst=I)))
-        elif need[0] == "I" and kind == "S":
-            found += list(gathers(axis, dim or 0, own))[1:]  # to I
+        elif need in (I, R) and have.kind == "S":
+            found += list(gathers(axis, have.dim or 0, own))[1:]  # to I
         elif need != have:
             found += _to(axis, have, need)
     return found
@@ -143,16 +124,16 @@ def to_spec(state: State, own: P | None, spec: P) -> Sequence[Insert]:
 
 def exchanges(spot: Spot, collective: Collective, state: State) -> Iterator[Repair]:
     """Yields what to call in place of a collective that does not take an operand of this state."""
-    unequal = tuple(axis for axis in collective.axes if state.get(axis, _NOTHING)[0] not in _SOURCE)
+    unequal = tuple(axis for axis in collective.axes if state.get(axis, K).kind not in _SOURCE)
     without = Repair(f"leave out {spot}", collectives={spot: None})
     if not unequal:
         yield without
     elif unequal != collective.axes and collective.name in _WRITTEN:
         yield _instead(spot, replace(collective, axes=unequal))
-    met = {state.get(axis, _NOTHING) for axis in collective.axes}
+    met = {state.get(axis, K) for axis in collective.axes}
     if len(met) == 1:
         for dst in dict.fromkeys([collective.dst, R, I]):
-            for other in _taking(*min(met), dst, collective):
+            for other in _taking(min(met, key=str), dst, collective):
                 if other != collective:
                     yield _instead(spot, other)
     if unequal:
@@ -163,9 +144,9 @@ def _instead(spot: Spot, other: Collective) -> Repair:
     return Repair(f"{_written(other)} in place of {spot}", collectives={spot: other})
 
 
-def _taking(kind: str, dim: int | None, dst: AxisType, old: Collective) -> Iterator[Collective]:
-    """Yields the collectives that take such an operand to this type."""
-    axes, is_equal = old.axes, dst in (I, R)
+def _taking(have: AxisType, dst: AxisType, old: Collective) -> Iterator[Collective]:
+    """Yields the collectives that take an operand of one type to another."""
+    kind, dim, axes, is_equal = have.kind, have.dim, old.axes, dst in (I, R)
     if kind in "PV" and is_equal:
         yield Collective("all_reduce", Partial, dst, axes)
     if kind == "P" and dst == V:
@@ -194,8 +175,9 @@ def _written(collective: Collective) -> str:
 def state(interpreter: "Interpreter", x: Tensor) -> tuple[State, P | None]:
     """Returns what is known of a tensor: its type along each axis, and its layout."""
     spec, storage_type = interpreter.observer.spec_of(base_of(x)), interpreter.storage_type(x)
-    types = interpreter.by_axis(storage_type.types)
-    return state_of(types, spec, interpreter.mesh.shape), spec
+    known = {} if spec is None else {a: t for a, t in spec.types.items() if t not in (I, R)}
+    types = {axis: plain(t) for axis, t in interpreter.by_axis(storage_type.types).items()} | known
+    return {a: t for a, t in types.items() if interpreter.mesh.shape[a] > 1}, spec
 
 
 def distinct(args: Any, kwargs: Any) -> list[Tensor]:

@@ -164,6 +164,9 @@ Made: TypeAlias = Callable[[type[Function], Sequence[Any], Any], Any]
 Instead: TypeAlias = Callable[[type[Function], tuple[Any, ...]], Any]
 
 
+# ----------------------------------------------------------------------- Functions, watched
+
+
 class _Watch(threading.local):
     """Thread-local listener for the functions that this thread applies."""
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Result, run_body
+from shardmap_torch.checker.guards.holders import look
 from shardmap_torch.checker.guards.monitor import TYPE, CheckedStep, StepMonitor
-from shardmap_torch.checker.guards.state import look
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter

@@ -18,7 +18,8 @@ from typing import Any, Final
 from shardmap_torch.backends.rank import current_rank
 from shardmap_torch.backends.threads import handing_over
 from shardmap_torch.boundary.call import Call, Wrap
-from shardmap_torch.checker.guards.state import Holder, State, held, hold, is_same, looking
+from shardmap_torch.checker.guards.holders import Holder, held, hold, is_same, looking
+from shardmap_torch.checker.guards.state import State
 from shardmap_torch.errors import ShardTypeError
 
 _CHANGED: Final = (
