@@ -13,6 +13,7 @@ from shardmap_torch.checker.rules.networks import ROWS as NETWORKS
 from shardmap_torch.checker.rules.operators import OWN
 from shardmap_torch.checker.rules.operators import ROWS as OPERATORS
 from shardmap_torch.checker.rules.rule import Row, merged
+from shardmap_torch.core.storage import memory_of
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError, show, show_shape
@@ -170,7 +171,7 @@ def interpreted(
     with context:
         out = MEANINGS[op](*args, **kwargs)
         given, _ = flatten((args, dict(kwargs)))
-        memory = {_memory(x) for x in given if isinstance(x, Tensor)}
+        memory = {memory_of(x) for x in given if isinstance(x, Tensor)}
         out = _own(out, memory)
     actual, expected = _described(out), _described(op(*args, **kwargs))
     if actual != expected:
@@ -178,19 +179,15 @@ def interpreted(
     return out
 
 
-def _own(out: Any, memory: set[int]) -> Any:
+def _own(out: Any, memory: set[int | None]) -> Any:
     """Copies results that share memory, since those of an operator share none."""
     if isinstance(out, tuple | list):
         return type(out)([_own(item, memory) for item in out])
     if not isinstance(out, Tensor):
         return out
-    own = out.clone() if _memory(out) in memory else out
-    memory.add(_memory(own))
+    own = out.clone() if memory_of(out) in memory else out
+    memory.add(memory_of(own))
     return own
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _described(out: Any) -> str:

@@ -88,11 +88,6 @@ class TensorMap(Generic[X]):
         return key
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Returns a number of a tensor's memory, which tensors that share it have in common."""
-    return int(base_of(tensor).untyped_storage()._cdata)
-
-
 @dataclass(slots=True, unsafe_hash=True)
 class Ref:
     """A reference to a tensor of the one-device program, by number.

@@ -27,10 +27,11 @@ from shardmap_torch.checker.spmd.layout import (
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.recorder import Ref, TensorMap, memory_of
+from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.storage import memory_of
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.mesh import Mesh
 
@@ -255,7 +256,7 @@ class Positions:
     def __init__(self, notes: Notes, mesh: Mesh) -> None:
         self._notes, self._mesh = notes, mesh
         self._pairs: TensorMap[Pair] = TensorMap()
-        self._written: set[int] = set()
+        self._written: set[int | None] = set()
 
     def note_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """Notes a rank's index over axes, the first of them major."""
