@@ -90,7 +90,7 @@ class Page:
         parts += self._jumps(key)
         if self.text:
             parts.append(f"<pre tabindex='0'>{self._linked(key)}</pre>")
-        parts += [f"<figure>{figure}</figure>" for figure in self.figures]
+        parts += [f"<figure tabindex='0'>{figure}</figure>" for figure in self.figures]
         files = dict.fromkeys(file for file, _ in sorted(self.entries))
         for at, file in enumerate(files):
             parts += self._source(f"{key}-{at}", file)

@@ -52,8 +52,11 @@ body.smt-page main { max-width: 1180px; margin: 0 auto; padding: 0 16px 48px; }
 .smt svg .area { fill: var(--head); stroke: var(--fg); }
 .smt svg .compute { stroke: var(--i); } .smt svg .messages { stroke: var(--v); }
 .smt svg .peak { stroke: var(--bad); stroke-dasharray: 4 3; }
-@media (max-width: 640px) { .smt .notes { min-width: 14em; }
-  .smt th, .smt td { padding: 2px 4px; } }
+@media (max-width: 640px) { .smt th, .smt td { padding: 2px 4px; overflow-wrap: anywhere; }
+  .smt table:has(.notes) { table-layout: fixed; font-size: 12px; }
+  .smt thead th:has(~ .notes):first-child { width: 2.5em; }
+  .smt .notes { min-width: 0; } .smt td code { font-size: 11px; }
+  .smt figure { overflow-x: auto; } .smt svg { min-width: 640px; } }
 @media print { .smt { --fg: #000; --bg: #fff; } }
 """
 
