@@ -156,7 +156,7 @@ def test_an_estimate_is_printed_as_text_json_and_a_page(called: Any, tmp_path: P
     asked = "estimate steps.py:biased", "--arguments", "arguments", "--hardware", "H100"
     code, text = called(*asked, mesh="dp=2,tp=2")
     assert code == 0
-    assert "biased on the abstract mesh (dp=2, tp=2), each rank a H100 SXM 80 GB:" in text
+    assert "biased on the abstract mesh (dp=2, tp=2), each rank on H100 SXM 80 GB:" in text
     code, text = called(*asked, "--json", "--html", "page.html", mesh="dp=2,tp=2")
     found = json.loads(text)
     assert (code, found["sent"], found["fits"]) == (0, {"tp": 128}, True)

@@ -106,7 +106,7 @@ class Estimate(Shown):
         """Formats time, memory and messages, a line each."""
         name, mesh, hardware = self.run.name, self.run.mesh, self.hardware
         lines = [
-            f"{name} on the {mesh}, each rank a {hardware.name}:",
+            f"{name} on the {mesh}, each rank on {hardware.name}:",
             f"  time    {show_seconds(self.seconds)}, {self.flops:.3g} FLOP, "
             f"{self.utilization:.0%} of the peak",
             f"  memory  {show_bytes(self.peak)} of {show_bytes(hardware.memory)} at most"
@@ -168,7 +168,7 @@ class Estimate(Shown):
             for axes, count in sorted(self.sent.items())
         ]
         return Page(
-            f"{self.run.name} on the {self.run.mesh}, each rank a {self.hardware.name}",
+            f"{self.run.name} on the {self.run.mesh}, each rank on {self.hardware.name}",
             f"{show_seconds(self.seconds)} a call, {show_bytes(self.peak)} of "
             f"{show_bytes(self.hardware.memory)}" + ("" if self.fits else ": does not fit"),
             entries(self.spans, peak),

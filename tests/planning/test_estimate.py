@@ -126,7 +126,7 @@ def test_a_report_says_time_memory_and_messages() -> None:
     )
     line = inspect.getsourcelines(test_a_report_says_time_memory_and_messages)[1] + 3
     assert str(estimate(f, ShapeDtype((200,)), hardware=UNIT)) == (
-        "<lambda> on the abstract mesh (tp=2), each rank a unit:\n"
+        "<lambda> on the abstract mesh (tp=2), each rank on unit:\n"
         "  time    1.04 s, 0 FLOP, 0% of the peak\n"
         "  memory  408 B of 1 MB at most, at "
         f"test_estimate.py:{line}: lambda x: "
