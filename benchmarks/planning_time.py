@@ -5,7 +5,7 @@
 The cases are those of `planning_memory`, with wider models, and MLPs. All ranks measure the machine
 at once, before and after each case, so that what they share (cores, memory, other users) is in its
 figures; a case during which these differ by more than a fifth is marked as disturbed. Steps take
-the fastest of several turns. Prints the ratio of each, how many are within 20 %, and the rank
+the median of several turns. Prints the ratio of each, how many are within 20 %, and the rank
 correlation of estimated and measured times.
 """
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -22,13 +22,11 @@ from torch import Tensor
 
 from benchmarks import planning_memory
 from benchmarks.planning_memory import Built, Case
-from shardmap_torch import I, Mesh, P, all_reduce, device_put, shard_map, value_and_grad
+from shardmap_torch import I, Mesh, P, all_reduce, device_put, make_mesh, shard_map, value_and_grad
 from shardmap_torch.optim import sync_gradients
-from shardmap_torch.planning import Hardware, estimate, this_machine
+from shardmap_torch.planning import estimate, this_machine
 
 TURNS: Final = 5
-MESSAGE: Final = 2**20
-"""Entries of the message that measures the link."""
 
 
 def mlp(mesh: Mesh) -> Built:
@@ -55,29 +53,8 @@ def cases(num_ranks: int) -> Iterator[Case]:
     yield from planning_memory.cases(num_ranks)
 
 
-def machine() -> Hardware:
-    """Measures the processor, and the link between ranks, while all ranks do so."""
-    found, num_ranks = this_machine(0.2), dist.get_world_size()
-    if num_ranks == 1:
-        return found
-    small, large = _all_reduce(1), _all_reduce(MESSAGE)
-    hops, share = 2 * (num_ranks - 1), 2 * (num_ranks - 1) / num_ranks
-    rate = share * 4 * MESSAGE / max(large - small, 1e-9)
-    return replace(found, inside=rate, latency=small / hops)
-
-
-def _all_reduce(count: int) -> float:
-    x, times = torch.ones(count), []
-    for _ in range(TURNS):
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(x)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def measured(case: Case) -> float:
-    """Returns the seconds of the fastest step."""
+    """Returns the seconds of a step."""
     mesh = case.mesh("process_group")
     step, args, specs = case.build(mesh)
     args, times = device_put(args, mesh, specs), []
@@ -86,19 +63,22 @@ def measured(case: Case) -> float:
         start = time.perf_counter()
         step(*args)
         times.append(time.perf_counter() - start)
-    return min(times)
+    return median(times[1:])
 
 
 def rank() -> None:
     """Compares on one rank; the first prints."""
     dist.init_process_group("gloo")
-    for case in cases(dist.get_world_size()):
-        before, real, after = machine(), measured(case), machine()
-        step, args, _ = case.build(case.mesh("abstract"))
-        times = [estimate(step, *args, hardware=each).seconds for each in (before, after)]
-        disturbed = max(times) > 1.2 * min(times)
+    num_ranks = dist.get_world_size()
+    here = this_machine(make_mesh((num_ranks,), ("ranks",), kind="process_group"))
+    for case in cases(num_ranks):
+        step, args, _ = case.build(case.mesh("process_group"))
+        before = estimate(step, *args, hardware=here).seconds
+        real = measured(case)
+        after = estimate(step, *args, hardware=here).seconds
+        disturbed = max(before, after) > 1.2 * min(before, after)
         if dist.get_rank() == 0:
-            found = min(times)
+            found = min(before, after)
             words = f"{real * 1e3:9.2f} ms  {found * 1e3:9.2f} ms  {found / real:5.2f}"
             print(f"{case.name:44} {words}" + "  disturbed" * disturbed, flush=True)
 

@@ -10,8 +10,8 @@ from shardmap_torch.planning.hardware import (
     H200,
     Hardware,
     read_hardware,
-    this_machine,
 )
+from shardmap_torch.planning.measured import this_machine
 from shardmap_torch.planning.meshes import Candidate, Ranking, best_mesh
 
 __all__ = [

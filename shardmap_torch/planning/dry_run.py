@@ -40,7 +40,7 @@ from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
     sequence_number,
 )
-from shardmap_torch.core.tree import flatten
+from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
@@ -48,6 +48,41 @@ from shardmap_torch.spec import P
 
 ARGUMENT: Final = "arguments"
 """Owner of the storages that the caller holds during the call."""
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor without its values.
+
+    Attributes:
+        shape: its shape.
+        stride: its strides.
+        dtype: its dtype.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Like":
+        """Describes a tensor."""
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operator and what it is called with, or a message: enough to run it again.
+
+    Attributes:
+        run: the ATen operator; of a message the name of the movement and the collective.
+        args: its arguments, with a `Like` for each tensor.
+        kwargs: likewise.
+    """
+
+    run: OpOverload | tuple[str, Collective]
+    args: Any
+    kwargs: Any = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +102,8 @@ class Step:
         hops: messages that come after one another.
         number: of a message that goes on while the rank computes; None for all others.
         waits: whether this is the wait for that message.
+        calls: operators since the last step, this one and views included.
+        operation: what runs it again.
     """
 
     name: str
@@ -80,6 +117,8 @@ class Step:
     hops: int = 0
     number: int | None = None
     waits: bool = False
+    calls: int = 0
+    operation: Operation | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_attention(self) -> bool:
@@ -249,14 +288,15 @@ class _Dry(RankBackend):
         if num_ranks == 1:
             return on_one_rank(move, collective, x)
         shape = MOVEMENTS[move].shape(collective, tuple(x.shape), num_ranks)
-        return self._tape.message(collective, x, shape, num_ranks)
+        return self._tape.message(move, collective, x, shape, num_ranks)
 
     def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
         num_ranks = self.position(collective.axes)[1]
         if num_ranks == 1:
             return None
         number = len(self._tape.run.steps)
-        y = self._tape.message(collective, x, (num_ranks, *x.shape), num_ranks, number)
+        shape = (num_ranks, *x.shape)
+        y = self._tape.message(collective.move, collective, x, shape, num_ranks, number)
         return partial(self._finish, collective, number, [y])
 
     def _finish(self, collective: Collective, number: int, result: list[Tensor]) -> Tensor:
@@ -274,6 +314,7 @@ class Tape(TorchDispatchMode):
         self._costs: dict[Key, _Cost] = {}
         self._known: dict[int, ref[torch.UntypedStorage]] = {}
         self._sites: dict[int, Site | None] = {}
+        self._calls = 0
 
     def __enter__(self) -> "Tape":
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -285,12 +326,15 @@ class Tape(TorchDispatchMode):
         """Runs an operation, and records it."""
         if func is _DEVICE and self._fake is not None:  # autograd asks more often than it computes
             return args[0].fake_device
-        kwargs = kwargs or {}
-        out, cost = self._run(func, args, kwargs)
+        self._calls += 1
+        out, cost = self._run(func, args, kwargs or {})
         self._sites.setdefault(sequence_number() - 1, call_site())
         made = self._blocks([*tensors_of(out)], cost.name)
         if (made and not cost.is_free) or func._schema.is_mutable:
-            self.step(cost.name, flops=cost.flops, traffic=cost.traffic, dtype=cost.dtype)
+            self.step(
+                cost.name, flops=cost.flops, traffic=cost.traffic, dtype=cost.dtype,
+                operation=cost.operation,
+            )  # fmt: skip
         return out
 
     def _run(self, func: OpOverload, args: Any, kwargs: Any) -> tuple[Any, "_Cost"]:
@@ -312,12 +356,14 @@ class Tape(TorchDispatchMode):
     def hold(self, arguments: Sequence[Tensor]) -> None:
         """Records what the caller has, and the call cannot free."""
         self.run.steps.clear()
+        self._calls = 0
         self._blocks(arguments, ARGUMENT)
         for block in self.run.blocks:
             block.owner, block.site, block.born = ARGUMENT, None, 0
 
     def message(
         self,
+        move: str,
         collective: Collective,
         x: Tensor,
         shape: Sequence[int],
@@ -334,6 +380,7 @@ class Tape(TorchDispatchMode):
             hops=_HOPS[row.sent](num_ranks),
             number=number,
             dtype=x.dtype,
+            operation=Operation((move, collective), (Like.of(x),)),
         )
         return y
 
@@ -341,7 +388,8 @@ class Tape(TorchDispatchMode):
         """Records a step, with the user's line."""
         node = current_autograd_node()
         site = call_site() if node is None else self._sites.get(node._sequence_nr())
-        self.run.steps.append(Step(name, site, node is not None, **what))
+        self.run.steps.append(Step(name, site, node is not None, calls=self._calls, **what))
+        self._calls = 0
 
     def _blocks(self, tensors: Sequence[Tensor], name: str) -> int:
         """Records the storages that are new; returns their number."""
@@ -387,6 +435,7 @@ class _Cost:
     traffic: int
     dtype: torch.dtype
     is_free: bool
+    operation: Operation
 
     @classmethod
     def of(cls, func: OpOverload, args: Any, kwargs: Any, out: Any) -> "_Cost":
@@ -400,6 +449,7 @@ class _Cost:
             sum(map(_nbytes, [*operands, *results])),
             results[0].dtype if results else torch.float32,
             is_free="empty" in name,
+            operation=Operation(func, map_tensors(Like.of, args), map_tensors(Like.of, kwargs)),
         )
 
 

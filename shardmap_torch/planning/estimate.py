@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,14 +31,18 @@ class Estimate(Shown):
     hardware: Hardware
 
     @lazy
-    def spans(self) -> tuple[Span, ...]:
-        """Every step in time, in order."""
-        return tuple(schedule(self.run, self.hardware)[0])
+    def _schedule(self) -> tuple[list[Span], Mapping[str, float]]:
+        return schedule(self.run, self.hardware)
 
-    @lazy
+    @property
+    def spans(self) -> Sequence[Span]:
+        """Every step in time, in order."""
+        return self._schedule[0]
+
+    @property
     def exposed(self) -> Mapping[str, float]:
         """Seconds in which the rank waits for messages, by axes."""
-        return dict(schedule(self.run, self.hardware)[1])
+        return self._schedule[1]
 
     @property
     def seconds(self) -> float:
@@ -232,7 +236,9 @@ def estimate(f: Callable[..., Any], *args: Any, hardware: Hardware, **kwargs: An
         >>> plan.at_peak
         {'arguments': 100663296, 'forward': 67108864, 'backward': 0, 'messages': 67108864}
     """
-    return Estimate(dry_run(f, args, kwargs), hardware)
+    found = Estimate(dry_run(f, args, kwargs), hardware)
+    found.spans  # noqa: B018  # timed now: by processes, all of which are here
+    return found
 
 
 _KINDS: Final = (ARGUMENT, "forward", "backward", "messages")

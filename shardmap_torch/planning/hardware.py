@@ -1,9 +1,8 @@
 """Hardware as data: what a device computes, reads and sends in a second, each figure sourced."""
 
 import math
-import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +12,7 @@ import torch
 
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.planning.dry_run import Step
+from shardmap_torch.planning.dry_run import DryRun, Step
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,17 @@ class Hardware:
         reached = self.attention_efficiency if step.is_attention else None
         computing = step.flops / (peak * (reached or self.matmul_efficiency))
         return max(computing, step.traffic / self.bandwidth, self.launch)
+
+    def on(self, mesh: Mesh) -> "Hardware":
+        """Returns the hardware as the ranks of a mesh use it."""
+        return self
+
+    def overheads(self, run: DryRun) -> Sequence[float]:
+        """Returns the time before each step in which the device waits for its host: none.
+
+        An accelerator computes while its host prepares what is next.
+        """
+        return [0.0] * len(run.steps)
 
     def sending(self, step: Step, num_ranks: int, here: int) -> float:
         """Computes the time of a collective over ranks of which a host has `here`.
@@ -171,41 +181,3 @@ B200: Final = Hardware(
     inside=900e9, between=50e9,
     source=f"NVIDIA HGX B200 data sheet; DGX B200 (400 Gb/s a device); {_MATMULS}",
 )  # fmt: skip
-
-
-def this_machine(seconds: float = 1.0) -> Hardware:
-    """Measures this machine's processor: matmuls, copies and the overhead of an operator.
-
-    What ranks send is not measured: they count as one host without limits.
-
-    Args:
-        seconds: that it takes, about.
-    """
-    part = seconds / 4
-    flops = {dtype: _matmuls(dtype, part) for dtype in (torch.float32, torch.float64)}
-    flops[torch.bfloat16] = flops[torch.float32]
-    source = torch.ones(2**24)
-    target = torch.empty_like(source)
-    copied = _rate(lambda: target.copy_(source), part) * 2 * source.nbytes
-    small = torch.ones(1)
-    return Hardware(
-        "this machine", flops, 2**40, copied, matmul_efficiency=1.0,
-        launch=1 / _rate(small.neg, part), devices=2**40, source="measured by this_machine()",
-    )  # fmt: skip
-
-
-def _matmuls(dtype: torch.dtype, seconds: float) -> float:
-    size = 512
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    return _rate(lambda: torch.mm(a, b), seconds) * 2 * size**3
-
-
-def _rate(run: Callable[[], Any], seconds: float) -> float:
-    """Counts the runs in a second, of the fastest tenth."""
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return 1 / sorted(times)[len(times) // 10]

@@ -35,12 +35,14 @@ def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, 
 
     A rank waits for a message unless it has begun it ahead of time; messages wait for one another.
     """
+    hardware = hardware.on(run.mesh)
     computing = sending = 0.0
     spans: list[Span] = []
     exposed: defaultdict[str, float] = defaultdict(float)
     arrives: dict[int | None, float] = {}
     rings = _rings(run, hardware)
-    for step in run.steps:
+    for step, late in zip(run.steps, hardware.overheads(run), strict=True):
+        computing += late
         if not step.axes:
             lane, start, end = COMPUTE, computing, computing + hardware.seconds(step)
             computing = end
