@@ -1,12 +1,13 @@
 """`shard_map`: maps a per-rank function over the ranks of a mesh."""
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import CellType
-from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Final, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.control.start import current as control
-from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.caching import Memo, constant
 from shardmap_torch.core.closures import Closures
 from shardmap_torch.core.progress import telling
 from shardmap_torch.core.source_location import users_part
@@ -45,6 +46,7 @@ from shardmap_torch.errors import (
     MeshError,
     ShardTypeError,
     SpecError,
+    TransformError,
     read_names,
     show,
 )
@@ -58,7 +60,9 @@ from shardmap_torch.run.compiled import (
     UncompiledError,
     check_traced,
     compare_traced,
+    give_up,
 )
+from shardmap_torch.run.donation import end, require_donatable, taking
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import Unchecked, run_in
 from shardmap_torch.spec import P
@@ -82,6 +86,7 @@ def shard_map(
     check: Check = True,
     debug: bool = False,
     replay: bool = False,
+    donate: Sequence[str] = (),
     check_vma: bool | None = None,
 ) -> Callable[A, Y]: ...
 
@@ -98,6 +103,7 @@ def shard_map(
     check: Check = True,
     debug: bool = False,
     replay: bool = False,
+    donate: Sequence[str] = (),
     check_vma: bool | None = None,
 ) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
 
@@ -113,6 +119,7 @@ def shard_map(
     check: Check = True,
     debug: bool = False,
     replay: bool = False,
+    donate: Sequence[str] = (),
     check_vma: bool | None = None,
 ) -> Callable[..., Any]:
     """Maps a function over the ranks of a mesh: it runs on local shards, collectives are explicit.
@@ -155,6 +162,12 @@ def shard_map(
             that it calls, and run these in later calls, as `jax.jit` does; see docs/replay.md. What
             Python does beside them, such as to print, is not done again. Calls whose derivatives
             are taken from outside, and calls under transforms or modes, run the body.
+        donate: names of parameters whose tensors are given up: the body may write into them and
+            return them, so that an optimizer with `in_place=True` needs no second copy of
+            parameters and moments. After the call any use of these tensors raises; what else has
+            their memory, such as a view made before, changes with it. On simulated meshes of
+            several ranks the body gets copies. Calls that are differentiated, compiled or inside of
+            another body cannot donate, nor can functions that replay.
         check_vma: JAX's word for `check`: True is "local", False is False.
 
     Raises:
@@ -187,32 +200,29 @@ def shard_map(
             check=check,
             debug=debug,
             replay=replay,
+            donate=donate,
             check_vma=check_vma,
         )
     if check_vma is not None:
         check = _read_check_vma(check_vma, check)
     if not callable(f):
         raise SpecError(f"shard_map takes a function, not {show(f)}; specs are keyword arguments.")
-    if not (is_spec(in_specs) or isinstance(in_specs, tuple | dict)):
-        raise SpecError(
-            f"in_specs takes one P for all arguments, a tuple with one spec per argument, or a "
-            f"dict by parameter name, not {show(in_specs)}."
-            + (f" Write P({in_specs!r})." if isinstance(in_specs, str) else "")
-        )
+    _check_in_specs(in_specs)
     strictness = _read_check(check)
-    if not isinstance(replay, bool) or (replay and strictness is None):
-        raise SpecError(f"replay is a bool, not {show(replay)}, and True only with check.")
-    body = _Body(f, in_specs, out_specs, mesh, axis_names, strictness, debug, replay)
+    _check_replay(replay, strictness, donate)
+    body = _Body(f, in_specs, out_specs, mesh, axis_names, strictness, debug, replay, donate)
 
     @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
+            if body.donates:
+                _reject_compiled(body.name)
             return body.trace(args, kwargs)
         compiler = set_compiler(None)  # or torch.compile would look into what is called here
         try:
-            return (
-                body.run(args, kwargs) if compiler is None else body.run_by(compiler, args, kwargs)
-            )
+            if compiler is None or body.donates:
+                return body.run(args, kwargs)
+            return body.run_by(compiler, args, kwargs)
         except Exception as error:  # frames of this package say nothing
             error.__traceback__ = users_part(error)
             raise
@@ -302,6 +312,22 @@ def _read_check(check: object) -> Strictness | None:
     )
 
 
+def _check_in_specs(in_specs: Tree) -> None:
+    if not (is_spec(in_specs) or isinstance(in_specs, tuple | dict)):
+        raise SpecError(
+            f"in_specs takes one P for all arguments, a tuple with one spec per argument, or a "
+            f"dict by parameter name, not {show(in_specs)}."
+            + (f" Write P({in_specs!r})." if isinstance(in_specs, str) else "")
+        )
+
+
+def _check_replay(replay: object, strictness: Strictness | None, donate: Sequence[str]) -> None:
+    if not isinstance(replay, bool) or (replay and strictness is None):
+        raise SpecError(f"replay is a bool, not {show(replay)}, and True only with check.")
+    if replay and donate:
+        raise SpecError("replay=True and donate= exclude each other: a replay writes into nothing.")
+
+
 _STRICTNESS: Final[Mapping[str, Strictness]] = {"local": "local", "global": "global"}
 
 
@@ -328,9 +354,11 @@ class _Body:
         strictness: Strictness | None,
         debug: bool,
         replay: bool,
+        donate: Sequence[str],
     ) -> None:
         self._function, self._signature = function, _signature(function)
-        self._name = getattr(function, "__name__", type(function).__name__)
+        self.name = self._name = getattr(function, "__name__", type(function).__name__)
+        self.donates = _read_donate(donate, self._signature)
         self._in_specs, self._out_specs = in_specs, out_specs
         self._mesh, self._axis_names, self._check = mesh, axis_names, strictness is not None
         # Annotated, since Dynamo cannot call the generic alias Memo[Match].
@@ -350,8 +378,13 @@ class _Body:
         if scope is None and self._check:
             return self._run_checked(args, kwargs)
         call = self._call(scope, args, kwargs, scope is not None and scope.monitor is not None)
+        if self.donates and scope is not None:
+            raise SpecError(f"{self._name}: a call inside of a body cannot donate its arguments.")
         if scope is None and not torch.compiler.is_compiling():
-            return self._unchecked.run(call, runtime_of(call.mesh).run)
+            if call.donated:
+                require_donatable(call, ())
+                call = taking(call)
+            return end(call, self._unchecked.run(call, runtime_of(call.mesh).run))
         return run_in(call, scope)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -419,7 +452,7 @@ class _Body:
                 runtime = runtime_of(call.mesh)
                 if not runtime.has_data:
                     return shapes_of(self._checked.verdict(call))
-                return self._checked.run(call, runtime.run)
+                return end(call, self._checked.run(call, runtime.run))
             except ShardTypeError as error:
                 if not self._lifts(error):
                     raise
@@ -534,7 +567,8 @@ class _Body:
             placed = place_arguments(self._signature, args, kwargs, self._in_specs)
             placed += [] if closures is None else _placed(closures)
             match = Match.of(check_inputs(self._name, mesh, axes, placed, infers, runs))
-            return _Bound(match, axes, frozenset(axes) | (outer or frozenset()))
+            donated = _positions_of(self.donates, match)
+            return _Bound(match, axes, frozenset(axes) | (outer or frozenset()), donated)
 
         # Not the mesh itself, whose groups a cached key would keep alive.
         rest = structure, mesh.layout or mesh, outer, infers, runs
@@ -545,7 +579,9 @@ class _Body:
                 return bind()
             known = self._kinds.get((*rest, *kinds), bind)
             match = known.match.resized(leaves, mesh)
-            return bind() if match is None else _Bound(match, known.mapped, known.axes)
+            if match is None:
+                return bind()
+            return _Bound(match, known.mapped, known.axes, known.donated)
 
         def find() -> _Bound:
             return self._in_matches.get((*rest, *map(input_signature, leaves)), resize)
@@ -563,6 +599,7 @@ class _Body:
             self._out_specs,
             self._out_matches,
             lifts=self._cells_to_lift,
+            donated=bound.donated,
         )
 
 
@@ -594,6 +631,32 @@ class _Bound:
     match: Match
     mapped: tuple[str, ...]
     axes: frozenset[str]
+    donated: frozenset[int]
+
+
+def _read_donate(donate: Sequence[str], signature: inspect.Signature | None) -> tuple[str, ...]:
+    """Reads the names of parameters that are donated."""
+    known = () if signature is None else tuple(signature.parameters)
+    names = (donate,) if isinstance(donate, str) else tuple(donate)
+    wrong = [show(name) for name in names if name not in known]
+    if wrong:
+        raise SpecError(
+            f"donate= takes names of parameters, of {', '.join(known)}, not {', '.join(wrong)}."
+        )
+    return names
+
+
+def _positions_of(names: Sequence[str], match: Match) -> frozenset[int]:
+    """Returns the positions of the tensors in the arguments of these names."""
+    return frozenset(
+        at for at in match.crossing if names and re.split(r"[.\[]", match.paths[at])[0] in names
+    )
+
+
+# A constant, so that Dynamo calls it: an error raised in traced code loses its text.
+@constant
+def _reject_compiled(name: str) -> NoReturn:
+    give_up(TransformError(f"{name}: torch.compile cannot compile a call that donates arguments."))
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

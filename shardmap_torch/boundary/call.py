@@ -62,6 +62,8 @@ class Call:
         lifts: returns whether the caller would make an argument of a tensor that the body closes
             over, for its gradient to be summed.
         compiled: runs the body as torch.compile compiles it; see `run.compiled`.
+        donated: positions of the leaves that the body may write into; see `run.donation`.
+        takes: whether it writes into their memory, or into copies, as while it is checked.
     """
 
     function: Callable[..., Tree]
@@ -83,6 +85,8 @@ class Call:
     recordings: Callable[..., Any] | None = None
     lifts: Callable[[Tensor], object] = _never
     compiled: Callable[[Any, Sequence[Tensor]], Tree] | None = None
+    donated: frozenset[int] = frozenset()
+    takes: bool = False
 
     def checked(
         self,
@@ -111,6 +115,7 @@ class Call:
             follow,
             draws,
             rank_only=rank_only,
+            donated=self.donated,
         )
 
     @property
@@ -164,6 +169,9 @@ def run_body(
         values = list(call.leaves)
         for position, local in zip(call.match.crossing, tensors, strict=True):
             values[position] = local
+        for position in call.donated:
+            local = values[position]
+            values[position] = local.detach() if call.takes else local.clone()
         if call.match.entries:
             apply_all(backend, call.match.entries, values)
         if monitor is not None and call.follow is None:
@@ -250,7 +258,13 @@ class Untouched:
             return
         call = self._call
         pairs = zip(call.crossing, self._versions, versions, strict=True)
-        written = [call.match.paths[at] for at, before, after in pairs if before != after]
+        written = [
+            call.match.paths[at]
+            for at, before, after in pairs
+            if before != after and at not in call.donated
+        ]
+        if not written:
+            return
         head = f"{call.name}: the body wrote into its inputs, which are read-only; clone them:"
         raise ShardTypeError(listing(head, written))
 

@@ -71,7 +71,8 @@ class _AdamW(Elementwise):
         self, params: Tensors, grads: Tensors, moments: list[Tensors], at: Step
     ) -> tuple[Tensors, list[Tensors]]:
         moved, (beta1, beta2) = _decayed(params, at), self.betas
-        fused = fused_adamw((moved, grads, *moments), at.number, (at.lr, *self.betas, self.eps))
+        options = (at.lr, *self.betas, self.eps)
+        fused = fused_adamw((moved, grads, *moments), at.number, options, at.in_place)
         if fused is not None:
             return fused[0], fused[1:]
         mean = foreach("lerp", moments[0], grads, 1 - beta1)
@@ -87,13 +88,16 @@ class _AdamW(Elementwise):
 
 
 def _decayed(params: Tensors, at: Step) -> Tensors:
-    """Returns copies of the parameters, multiplied by 1 - lr * decay."""
+    """Returns copies of the parameters, or themselves, multiplied by 1 - lr * decay."""
     result = list(params)
     for decays in (True, False):
         places = [place for place, decay in enumerate(at.decays) if bool(decay) == decays]
         own = [params[place] for place in places]
         if decays and places:
-            own = foreach("mul", own, 1 - at.lr * at.decays[places[0]])
+            factor = 1 - at.lr * at.decays[places[0]]
+            own = [x.mul_(factor) for x in own] if at.in_place else foreach("mul", own, factor)
+        elif at.in_place:
+            continue
         else:
             own = foreach("clone", own)
         for place, value in zip(places, own, strict=True):

@@ -1,6 +1,7 @@
 """Tensors and numbers of optimizers: fused arithmetic on lists, torch's fused AdamW, scalars."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
@@ -176,7 +177,10 @@ _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
 def fused_adamw(
-    columns: Sequence[Tensors], number: Tensor, options: Sequence[Tensor | float]
+    columns: Sequence[Tensors],
+    number: Tensor,
+    options: Sequence[Tensor | float],
+    in_place: bool = False,
 ) -> list[Tensors] | None:
     """Steps by torch's fused operator, without weight decay; None where it cannot serve.
 
@@ -187,6 +191,7 @@ def fused_adamw(
         columns: parameters, whose memory the results take, gradients, and both moments.
         number: of the step.
         options: the learning rate, both betas and eps.
+        in_place: whether the results take the memory of the moments too.
 
     Returns:
         New parameters and moments.
@@ -198,17 +203,19 @@ def fused_adamw(
         return None
     if isinstance(lr, Tensor) and not (dispatch_mode_stack() and is_readable(lr)):
         return None
-    return beneath_vmaps(_step, (*columns, number, lr, *map(float, numbers)), writes=True)
+    step = partial(_step, in_place=in_place)
+    return beneath_vmaps(step, (*columns, number, lr, *map(float, numbers)), writes=True)
 
 
-def _step(*operands: Any) -> list[Tensors] | None:
+def _step(*operands: Any, in_place: bool) -> list[Tensors] | None:
     *columns, number, lr, beta1, beta2, eps = operands
     every = [*chain(*columns)]
     if not (_is_served(every) and _is_plain([number])):
         return None
     params, grads, *moments = columns
     strides = [*map(Tensor.stride, params)]
-    copies = [_laid_out_as(params, strides, foreach("clone", moment)) for moment in moments]
+    own = moments if in_place else [foreach("clone", moment) for moment in moments]
+    copies = [_laid_out_as(params, strides, moment) for moment in own]
     steps = [number.to(every[0].device, torch.float32)] * len(params)
     fused_adamw_(
         params, _laid_out_as(params, strides, grads), *copies, [], steps,

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -98,8 +98,13 @@ class Optimizer(ABC):
         """Returns the specs of the state, given those of the parameters."""
 
     @abstractmethod
-    def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
-        """Returns the parameters and the state after one step; changes nothing in place."""
+    def update(
+        self, params: Tree, grads: Tree, state: State, *, in_place: bool = False
+    ) -> tuple[Tree, State]:
+        """Returns the parameters and the state after one step.
+
+        With `in_place` these are written into the memory of `params` and of the moments.
+        """
 
 
 @dataclass(frozen=True)
@@ -151,11 +156,15 @@ class Elementwise(Optimizer):
         """Returns the specs of the state: the parameters' for moments, a replicated step."""
         return {"step": P(), **dict.fromkeys(self.moment_names, params)}
 
-    def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def update(
+        self, params: Tree, grads: Tree, state: State, *, in_place: bool = False
+    ) -> tuple[Tree, State]:
         """Returns parameters and state after one step.
 
         Shapes, dtypes and types are kept. Nothing is communicated. `grads` must be complete, as
-        `sync_gradients` makes them.
+        `sync_gradients` makes them. With `in_place` the results have the memory of `params` and of
+        the moments, and no second copy of these is made where torch's fused operator serves; in the
+        body of a shard_mapped function that takes `shard_map(..., donate=("params", "state"))`.
 
         Raises:
             OptimizerError: the trees differ; lists every leaf that does.
@@ -174,8 +183,12 @@ class Elementwise(Optimizer):
         dtypes = [p.dtype for p in leaves]
         wide = dtypes if self.state_dtype is None else [self.state_dtype] * len(leaves)
         grads, *moments = [_cast(column, wide) for column in locals_]
+        before = [own, *locals_[1:]]
+        at = replace(at, in_place=in_place)
         moved, moments = self.step(_cast(own, wide, dtypes), grads, moments, at)
-        updated = (_cast(moved, dtypes), *moments)
+        updated: tuple[Tensors, ...] = (_cast(moved, dtypes), *moments)
+        if in_place:
+            updated = tuple(map(_written, before, updated))
         if not is_plain:
             updated = tuple([list(map(placed_like, column, leaves)) for column in updated])
         trees = [unflatten(structure, column) for column in updated[1:]]
@@ -203,11 +216,19 @@ class Step:
         number: of the step, from 1, float64.
         lr: the learning rate.
         decays: the weight decay of each leaf.
+        in_place: whether parameters and moments may be written into.
     """
 
     number: Tensor
     lr: Tensor | float
     decays: list[float]
+    in_place: bool = False
+
+
+def _written(before: Tensors, after: Tensors) -> Tensors:
+    """Returns the tensors before a step with their values after it."""
+    with torch.no_grad():
+        return [x if x is y else x.copy_(y) for x, y in zip(before, after, strict=True)]
 
 
 def check_range(name: str, **values: tuple[float, float, float]) -> None:

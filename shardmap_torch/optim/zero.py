@@ -19,7 +19,7 @@ from shardmap_torch.core.tree import (
     known,
     unflatten,
 )
-from shardmap_torch.errors import SpecError, listing, read_names, show
+from shardmap_torch.errors import OptimizerError, SpecError, listing, read_names, show
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.optim.buckets import BUCKET_BYTES
@@ -169,7 +169,11 @@ class _Zero(Optimizer):
     def specs(self, params: Tree) -> State:
         return self.optimizer.specs(self.shards)
 
-    def update(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    def update(
+        self, params: Tree, grads: Tree, state: State, *, in_place: bool = False
+    ) -> tuple[Tree, State]:
+        if in_place:  # parameters are gathered anew
+            raise OptimizerError("zero(...).update has no in_place=: it gathers new parameters.")
         (own, into), structure = self._known_specs, None
         # Trees of those who take them flat, and write into none of them, stay so from here on.
         if isinstance(self.optimizer, Elementwise):

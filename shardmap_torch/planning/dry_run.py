@@ -5,10 +5,13 @@ what is alive at a time is what a run would keep alive. Only the backend differs
 returns an empty tensor of the shape that the table of movements gives.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from math import prod
+from pathlib import Path
 from typing import Any, Final
 from weakref import ref
 
@@ -103,6 +106,7 @@ class Step:
         number: of a message that goes on while the rank computes; None for all others.
         waits: whether this is the wait for that message.
         calls: operators since the last step, this one and views included.
+        frames: Python functions called since the last step, if they are counted.
         operation: what runs it again.
     """
 
@@ -118,6 +122,7 @@ class Step:
     number: int | None = None
     waits: bool = False
     calls: int = 0
+    frames: int = field(default=0, compare=False)
     operation: Operation | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -181,16 +186,20 @@ class DryRun:
         return found
 
 
-def dry_run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> DryRun:
+def dry_run(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], counts: bool = False
+) -> DryRun:
     """Runs the first rank of a mapped function on tensors without data, after checking it.
 
-    Results that need a gradient are differentiated, with a cotangent for each of them.
+    Results that need a gradient are differentiated, with a cotangent for each of them. With
+    `counts` it runs twice, and the second run, which finds all caches filled, counts frames.
 
     Raises:
         ShardTypeError: the program is not well-typed.
         TransformError: it is no mapped function, or the body asks for the value of a tensor.
     """
-    return run_dry(checked(f, args, kwargs).call)
+    call = checked(f, args, kwargs).call
+    return run_dry(call, run_dry(call) is not None) if counts else run_dry(call)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,11 +250,13 @@ def _checked(
     return Dry(given, f._shardmap_dry(call, verdict, resized), verdict, resized)  # type: ignore[attr-defined]
 
 
-def run_dry(call: Call) -> DryRun:
-    """Runs the first rank of a checked call on tensors without data."""
+def run_dry(call: Call, counts: bool = False) -> DryRun:
+    """Runs the first rank of a checked call on tensors without data; `counts` Python's frames."""
     run = DryRun(call.name, call.mesh)
+    call = replace(call, takes=True)
     fake = fake_mode()
-    with postponing_full_collections(), fake, Tape(run, fake) as tape:
+    tape = Tape(run, fake)
+    with postponing_full_collections(), fake, tape, tape.counting() if counts else nullcontext():
         local = [_shard(call, position) for position in call.crossing]
         tape.hold(local)
         try:
@@ -314,7 +325,8 @@ class Tape(TorchDispatchMode):
         self._costs: dict[Key, _Cost] = {}
         self._known: dict[int, ref[torch.UntypedStorage]] = {}
         self._sites: dict[int, Site | None] = {}
-        self._calls = 0
+        self._calls = self._frames = 0
+        self._inside = False
 
     def __enter__(self) -> "Tape":
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -327,7 +339,29 @@ class Tape(TorchDispatchMode):
         if func is _DEVICE and self._fake is not None:  # autograd asks more often than it computes
             return args[0].fake_device
         self._calls += 1
-        out, cost = self._run(func, args, kwargs or {})
+        inside, self._inside = self._inside, True
+        try:
+            return self._record(func, args, kwargs or {})
+        finally:
+            self._inside = inside
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts the Python functions that are called here, but for those of a run without data."""
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            if event == "call" and not self._inside:
+                self._frames += _is_counted(frame.f_code.co_filename)
+
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _record(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        out, cost = self._run(func, args, kwargs)
         self._sites.setdefault(sequence_number() - 1, call_site())
         made = self._blocks([*tensors_of(out)], cost.name)
         if (made and not cost.is_free) or func._schema.is_mutable:
@@ -356,7 +390,7 @@ class Tape(TorchDispatchMode):
     def hold(self, arguments: Sequence[Tensor]) -> None:
         """Records what the caller has, and the call cannot free."""
         self.run.steps.clear()
-        self._calls = 0
+        self._calls = self._frames = 0
         self._blocks(arguments, ARGUMENT)
         for block in self.run.blocks:
             block.owner, block.site, block.born = ARGUMENT, None, 0
@@ -388,8 +422,9 @@ class Tape(TorchDispatchMode):
         """Records a step, with the user's line."""
         node = current_autograd_node()
         site = call_site() if node is None else self._sites.get(node._sequence_nr())
-        self.run.steps.append(Step(name, site, node is not None, calls=self._calls, **what))
-        self._calls = 0
+        what |= {"calls": self._calls, "frames": self._frames}
+        self.run.steps.append(Step(name, site, node is not None, **what))
+        self._calls = self._frames = 0
 
     def _blocks(self, tensors: Sequence[Tensor], name: str) -> int:
         """Records the storages that are new; returns their number."""
@@ -415,6 +450,19 @@ class Tape(TorchDispatchMode):
 
 
 _DEVICE: Final = torch.ops.prim.device.default
+
+_WITHOUT_DATA: Final = ("_compile.py", "_dynamo", "compiler", "_library", "_subclasses")
+"""Parts of torch whose functions, by far most of them, only a run without data calls."""
+
+
+@cache
+def _is_counted(file: str) -> bool:
+    """Returns whether a run, too, calls the functions of a file."""
+    parts = Path(file).relative_to(_TORCH).parts if file.startswith(_TORCH) else ()
+    return file != __file__ and (not parts or parts[0] not in _WITHOUT_DATA)
+
+
+_TORCH: Final = str(Path(torch.__file__).parent)
 
 _HOPS: Final[Mapping[str, Callable[[int], int]]] = {
     "0": lambda n: 0,

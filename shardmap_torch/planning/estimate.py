@@ -4,6 +4,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -106,6 +107,20 @@ class Estimate(Shown):
                 found[_kind(block)] += block.nbytes
         return found
 
+    @property
+    def donatable(self) -> int:
+        """Bytes of results that could have the memory of arguments, if these were donated.
+
+        An upper bound of what `shard_map(..., donate=...)` saves: of results as large as arguments
+        that are alive at the peak.
+        """
+        at = self.live.index(self.peak)
+        last = len(self.run.steps)  # after which results are freed too
+        blocks = [b for b in self.run.blocks if b.born <= at and (b.died or inf) > last]
+        taken = Counter(block.nbytes for block in blocks if block.owner == ARGUMENT)
+        made = Counter(block.nbytes for block in blocks if block.owner != ARGUMENT)
+        return sum(size * count for size, count in (taken & made).items())
+
     def __str__(self) -> str:
         """Formats time, memory and messages, a line each."""
         name, mesh, hardware = self.run.name, self.run.mesh, self.hardware
@@ -118,6 +133,8 @@ class Estimate(Shown):
             + (f", at {self.peak_site}" if self.peak_site is not None else ""),
             *(f"    {show_bytes(n):>10}  {kind}" for kind, n in self.at_peak.items() if n),
         ]
+        if self.donatable > self.peak // 100:
+            lines.append(f"    donate= would save up to {show_bytes(self.donatable)}")
         lines += [
             f"  {axes}: sends {show_bytes(count)}, waits {show_seconds(self.exposed.get(axes, 0))}"
             for axes, count in sorted(self.sent.items())
@@ -134,6 +151,7 @@ class Estimate(Shown):
             "utilization": self.utilization,
             "peak_bytes": self.peak,
             "at_peak": dict(self.at_peak),
+            "donatable_bytes": self.donatable,
             "fits": self.fits,
             "sent": dict(self.sent),
             "waits": dict(self.exposed),
@@ -236,7 +254,7 @@ def estimate(f: Callable[..., Any], *args: Any, hardware: Hardware, **kwargs: An
         >>> plan.at_peak
         {'arguments': 100663296, 'forward': 67108864, 'backward': 0, 'messages': 67108864}
     """
-    found = Estimate(dry_run(f, args, kwargs), hardware)
+    found = Estimate(dry_run(f, args, kwargs, hardware.counts), hardware)
     found.spans  # noqa: B018  # timed now: by processes, all of which are here
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -49,6 +49,9 @@ class Hardware:
     latency: float = 5e-6
     latency_between: float = 10e-6
     source: str = ""
+
+    counts: ClassVar[bool] = False
+    """Whether Python's own time is part of estimates, so that a dry run counts its frames."""
 
     def seconds(self, step: Step) -> float:
         """Computes the time of an operator: its operations or its bytes, whichever take longer."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.nn import functional
 from shardmap_torch import nn
 from shardmap_torch.autodiff.gradients import vjp
 from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.core.tree import map_leaves
 from shardmap_torch.errors import SpecError, show
 from shardmap_torch.mesh import Mesh, make_mesh
@@ -44,17 +45,21 @@ class ThisMachine(Hardware):
 
     Attributes:
         mesh: processes that compute at the same time; None for this one alone.
-        calling: seconds of Python and autograd for each operator.
-        messaging: likewise for each message, beside those of its operators.
+        calling: seconds of dispatch and autograd for each operator.
+        framing: seconds of Python for each function.
+        messaging: seconds for each message, beside those of its operators and frames.
         touching: seconds for each byte of memory that the process has not had before.
         known: seconds of each operation that was timed.
     """
 
     mesh: Mesh | None = None
     calling: float = 0.0
+    framing: float = 0.0
     messaging: float = 0.0
     touching: float = 0.0
     known: dict[str, float] = field(default_factory=dict, repr=False)
+
+    counts: ClassVar[bool] = True
 
     def on(self, mesh: Mesh) -> "ThisMachine":
         """Returns it with processes in a mesh like this one."""
@@ -73,6 +78,7 @@ class ThisMachine(Hardware):
         fresh = accumulate((max(n - live[0] - kept, 0) for n in live), max)
         return [
             step.calls * self.calling
+            + step.frames * self.framing
             + bool(step.axes) * self.messaging
             + (after - before) * self.touching
             for step, (before, after) in zip(run.steps, pairwise(fresh), strict=True)
@@ -172,8 +178,14 @@ def this_machine(mesh: Mesh | None = None) -> ThisMachine:
         matmul_efficiency=1.0, launch=1e-6, devices=2**40, source="measured by this_machine()",
         mesh=mesh, touching=max(0.0, timed(lambda: new().add_(1), mesh) - 2 * filling) / KEPT,
     )  # fmt: skip
-    machine = replace(machine, calling=_beside(machine, _operators)[0])
-    return replace(machine, messaging=_beside(machine, _messages)[1])
+    # Two kinds of layers: of torch's operators, and of this library's functions, which are Python.
+    late = [_beside(machine, layer) for layer in (_operators, _functions)]
+    counts = torch.tensor([[calls, frames] for _, calls, frames, _ in late], dtype=torch.float64)
+    seconds = torch.tensor([seconds for seconds, *_ in late], dtype=torch.float64)
+    calling, framing = torch.linalg.solve(counts, seconds).tolist()
+    machine = replace(machine, calling=calling, framing=framing)
+    seconds_, _, _, messages = _beside(machine, _messages)
+    return replace(machine, messaging=max(0.0, seconds_) / max(messages, 1))
 
 
 def _matmuls(dtype: torch.dtype, mesh: Mesh | None) -> float:
@@ -182,24 +194,28 @@ def _matmuls(dtype: torch.dtype, mesh: Mesh | None) -> float:
     return 2 * size**3 / timed(partial(torch.mm, a, b), mesh)
 
 
-def _beside(machine: ThisMachine, layer: Callable[..., Tensor]) -> tuple[float, float]:
-    """Returns what steps of small layers take beyond their estimate, by operator and message."""
+def _beside(machine: ThisMachine, layer: Callable[..., Tensor]) -> tuple[float, int, int, int]:
+    """Returns what layers take beyond their estimate: seconds, operators, frames, messages."""
     ranks = 1 if machine.mesh is None else machine.mesh.size
     kind = "simulated" if machine.mesh is None else machine.mesh.kind
     mesh = make_mesh((ranks,), ("ranks",), kind=kind)
-    late, calls, messages = [], [], []
-    for depth in (4, 40):
+
+    def measured(depth: int) -> tuple[float, int, int, int]:
         spec = P("ranks")
         step = shard_map(partial(_step, layer), mesh=mesh, in_specs=(spec, spec), out_specs=spec)
         args = [torch.ones(4 * ranks, 4)] * depth, torch.ones(4 * ranks, 4)
-        run = dry_run(step, args, {})
+        run = dry_run(step, args, {}, counts=True)
         step(*args)  # which checks
         end = max(span.end for span in schedule(run, machine)[0])
-        late.append(timed(partial(step, *args), machine.mesh) - end)
-        calls.append(sum(each.calls for each in run.steps))
-        messages.append(sum(bool(each.axes) for each in run.steps))
-    more = max(0.0, late[1] - late[0])
-    return more / (calls[1] - calls[0]), more / max(messages[1] - messages[0], 1)
+        return (
+            timed(partial(step, *args), machine.mesh) - end,
+            sum(each.calls for each in run.steps),
+            sum(each.frames for each in run.steps),
+            sum(bool(each.axes) for each in run.steps),
+        )
+
+    few, many = measured(4), measured(40)
+    return tuple(after - before for before, after in zip(few, many, strict=True))  # type: ignore[return-value]
 
 
 def _step(layer: Callable[..., Tensor], weights: Sequence[Tensor], x: Tensor) -> Any:
@@ -213,8 +229,13 @@ def _step(layer: Callable[..., Tensor], weights: Sequence[Tensor], x: Tensor) ->
 
 
 def _operators(w: Tensor, x: Tensor) -> Tensor:
-    h = functional.silu(nn.rms_norm(x, w[0]) @ w)
+    h = functional.silu(x @ w + x)
     return x + h.view(2, 2, 4).transpose(0, 1).reshape(4, 4) * 0.5
+
+
+def _functions(w: Tensor, x: Tensor) -> Tensor:
+    made: Tensor = checkpoint(lambda w, x: x + nn.rms_norm(x, w[0]) @ w, w, x)
+    return made
 
 
 def _messages(w: Tensor, x: Tensor) -> Tensor:

@@ -214,11 +214,11 @@ class _Search:
         dry = checked(step, args, {}, self.checked)
         if dry.resized:
             try:
-                return run_dry(dry.call)
+                return run_dry(dry.call, self.hardware.counts)
             except Departure:
                 dry = checked(step, args, {})
         self.checked = dry
-        return run_dry(dry.call)
+        return run_dry(dry.call, self.hardware.counts)
 
 
 def _on_processes(

@@ -41,6 +41,7 @@ from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardT
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, posting_errors, refused
 from shardmap_torch.run.compiled import UncompiledError
+from shardmap_torch.run.donation import require_donatable, taking, versions_of
 from shardmap_torch.run.recorded.recordings import Recordings, require_recordable
 from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.run.safety.equal_values import EqualValues
@@ -156,6 +157,8 @@ class Checked:
         """
         self._calls += 1
         key = signature(call, self._captured)
+        if call.donated:
+            require_donatable(call, self._captured.tensors(call))
         if call.mesh.kind not in PROCESS_KINDS:
             return self._run_checked(key, call, run, None)
         compared = partial(self._run_checked, key, call, run, compiled)
@@ -170,6 +173,7 @@ class Checked:
     ) -> Tree:
         compares = call.mesh.kind in PROCESS_KINDS and current() is not None
         departed: Difference | None = None
+        versions = versions_of(call)
         for _ in range(_RUNS):
             # Compiled code does not ask whether a comparison is over.
             now = compiled is not None
@@ -181,6 +185,8 @@ class Checked:
                 return self._run_once(call, known, run)
             except Departure as departure:
                 departed = departure.difference
+                if versions_of(call) != versions:  # what another run would find changed
+                    break
             self._forget(key, call)
         assert departed is not None  # or a run would have returned
         self._stop(call, _CHANGING, departed)
@@ -197,6 +203,8 @@ class Checked:
             from shardmap_torch.run.safety.ignored_targets import counting_all
 
             applied = replace(applied, function=counting_all(call.name, call.function))
+        if call.donated:
+            applied = taking(applied)
         if self._replay:
             applied = replace(applied, recordings=self._recordings(call, known))
         if verdict.altered and is_simulated(call.mesh):

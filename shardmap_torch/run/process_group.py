@@ -49,7 +49,8 @@ def run(call: Call, batches: bool) -> Tree:
     else:
         result = run_body(call, backend, local, drawing)
     watch.check()
-    values = apart(result.crossing, leaves, _sharing(call, result) if traced else None)
+    kept = [x for at, x in enumerate(leaves) if at not in call.donated] if call.donated else leaves
+    values = apart(result.crossing, kept, _sharing(call, result) if traced else None)
     left = _crossings(mesh, result.match, traced).leave(values, follows)
     if not (follows or crossings.is_alone):
         number(left)

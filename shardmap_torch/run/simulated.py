@@ -89,4 +89,5 @@ def run_alone(call: Call) -> Tree:
     watch = Untouched(call, tensors)
     result = run_body(call, backend, tensors)
     watch.check()
-    return result.rebuild(apart(result.crossing, call.leaves))
+    kept = [x for at, x in enumerate(call.leaves) if at not in call.donated]
+    return result.rebuild(apart(result.crossing, kept))
