@@ -214,8 +214,10 @@ def _step(*operands: Any, in_place: bool) -> list[Tensors] | None:
         return None
     params, grads, *moments = columns
     strides = [*map(Tensor.stride, params)]
-    own = moments if in_place else [foreach("clone", moment) for moment in moments]
-    copies = [_laid_out_as(params, strides, moment) for moment in own]
+    copies = [
+        _laid_out_as(params, strides, moment if in_place else foreach("clone", moment))
+        for moment in moments
+    ]
     steps = [number.to(every[0].device, torch.float32)] * len(params)
     fused_adamw_(
         params, _laid_out_as(params, strides, grads), *copies, [], steps,

@@ -143,6 +143,7 @@ class Block:
         born: the number of the step that makes it.
         died: the number of steps after which it is freed; None if it outlives the call.
         is_message: whether a message arrives in it.
+        is_result: whether a result of the call is in it.
     """
 
     nbytes: int
@@ -152,6 +153,7 @@ class Block:
     born: int
     died: int | None = None
     is_message: bool = False
+    is_result: bool = False
 
 
 @dataclass
@@ -267,6 +269,7 @@ def run_dry(call: Call, counts: bool = False) -> DryRun:
                 f"tensor ({error.func}). Use torch.where, or keep the number out of the body."
             ) from None
         run.results = sum(each.nbytes for each in result.crossing)
+        tape.mark_results(result.crossing)
         outs = [each for each in result.crossing if each.requires_grad]
         if outs:
             torch.autograd.backward(outs, [torch.empty_like(each) for each in outs])
@@ -323,7 +326,7 @@ class Tape(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.run, self._fake = run, fake
         self._costs: dict[Key, _Cost] = {}
-        self._known: dict[int, ref[torch.UntypedStorage]] = {}
+        self._known: dict[int, tuple[ref[torch.UntypedStorage], Block]] = {}
         self._sites: dict[int, Site | None] = {}
         self._calls = self._frames = 0
         self._inside = False
@@ -395,6 +398,11 @@ class Tape(TorchDispatchMode):
         for block in self.run.blocks:
             block.owner, block.site, block.born = ARGUMENT, None, 0
 
+    def mark_results(self, results: Sequence[Tensor]) -> None:
+        """Marks the storages that results are in."""
+        for x in results:
+            self._known[x.untyped_storage()._cdata][1].is_result = True
+
     def message(
         self,
         move: str,
@@ -441,7 +449,7 @@ class Tape(TorchDispatchMode):
                 len(self.run.steps) + 1,
             )  # fmt: skip
             self.run.blocks.append(block)
-            self._known[key] = ref(storage, partial(self._freed, key, block))
+            self._known[key] = ref(storage, partial(self._freed, key, block)), block
         return len(self.run.blocks) - before
 
     def _freed(self, key: int, block: Block, _: object) -> None:

@@ -4,7 +4,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -115,10 +114,9 @@ class Estimate(Shown):
         that are alive at the peak.
         """
         at = self.live.index(self.peak)
-        last = len(self.run.steps)  # after which results are freed too
-        blocks = [b for b in self.run.blocks if b.born <= at and (b.died or inf) > last]
-        taken = Counter(block.nbytes for block in blocks if block.owner == ARGUMENT)
-        made = Counter(block.nbytes for block in blocks if block.owner != ARGUMENT)
+        blocks = [block for block in self.run.blocks if block.born <= at]
+        taken = Counter(b.nbytes for b in blocks if b.owner == ARGUMENT and not b.is_result)
+        made = Counter(b.nbytes for b in blocks if b.owner != ARGUMENT and b.is_result)
         return sum(size * count for size, count in (taken & made).items())
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class Hardware:
     source: str = ""
 
     counts: ClassVar[bool] = False
-    """Whether Python's own time is part of estimates, so that a dry run counts its frames."""
+    """True where Python's own time is part of estimates, so that a dry run counts its frames."""
 
     def seconds(self, step: Step) -> float:
         """Computes the time of an operator: its operations or its bytes, whichever take longer."""

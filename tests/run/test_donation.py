@@ -44,7 +44,9 @@ def step_on(mesh: Mesh | None, optimizer: Optimizer, donates: bool, **options: A
 
     def step(params: Any, state: Any, x: Tensor) -> Any:
         def loss(params: Any) -> Tensor:
-            return all_reduce(torch.tanh(x @ params["up"]) @ params["down"], "tp", dst=I).sum()
+            y = all_reduce(torch.tanh(x @ params["up"]) @ params["down"], "tp", dst=I)
+            total: Tensor = y.square().sum()
+            return total
 
         value, grads = value_and_grad(loss)(params)
         return *optimizer.update(params, grads, state, in_place=donates), value
@@ -165,6 +167,17 @@ def test_what_donates_is_not_differentiated_replayed_or_inside() -> None:
     with pytest.raises(SpecError) as error:
         shard_map(lambda x: x, donate=("y", "z"), **specs)
     assert str(error.value) == "donate= takes names of parameters, of x, not 'y', 'z'."
+
+
+def test_a_donating_call_runs_uncompiled() -> None:
+    mesh = make_mesh((1,), ("tp",), kind="simulated")
+    mapped = shard_map(
+        lambda x: x.mul_(2), mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), donate="x"
+    )
+    compiled = torch.compile(lambda x: mapped(x + 1), backend="eager")
+    x = torch.ones(2)
+    assert compiled(x).tolist() == [4, 4]
+    assert x.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("writes", [False, True])
