@@ -8,7 +8,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.region import local_region
 from shardmap_torch.errors import ShardMapError, SpecError, listing
 from shardmap_torch.ops import axis_index, axis_size
 from shardmap_torch.random.blocks import threefry
@@ -284,14 +283,18 @@ def iota(
     if spec is None or not spec.sharded_dims:
         return torch.arange(prod(shape), device=device).reshape(shape)
     _check(shape, spec)
-
-    def numbered() -> Tensor:
-        return _numbered(shape, spec, device)
-
-    if not torch.compiler.is_dynamo_compiling():
-        numbered.__name__ = "random.iota"  # what reports call it
-    # Per-rank code whose result is S(i): check="global" replaces it by all positions on one device.
-    return local_region(numbered, in_types=(), out_types=P(*spec.entries), trusted=True)()
+    axes_of = dict(spec.sharded_dims)
+    numbers = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, size in enumerate(shape):
+        if axes := axes_of.get(dim):
+            # A rank's positions as check="global" knows them: a range from its own start.
+            length = size // axis_size(axes)
+            start = axis_index(axes).to(numbers.device) * length
+            along = torch.arange(length, device=device) + start
+        else:
+            along = torch.arange(size, device=device)
+        numbers = numbers.unsqueeze(-1) * size + along
+    return numbers
 
 
 def _check(shape: tuple[int, ...], spec: P) -> None:
@@ -301,15 +304,3 @@ def _check(shape: tuple[int, ...], spec: P) -> None:
         problems.append(f"{spec!r} names partial axes, and numbers drawn are no sums")
     if problems:
         raise SpecError(listing(f"random: {spec!r} does not match shape {list(shape)}:", problems))
-
-
-def _numbered(shape: tuple[int, ...], spec: P, device: torch.device | str | None) -> Tensor:
-    axes_of = dict(spec.sharded_dims)
-    numbers = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, size in enumerate(shape):
-        along = torch.arange(size, device=device)
-        if axes := axes_of.get(dim):
-            length = size // axis_size(axes)
-            along = along[:length] + axis_index(axes).to(along.device) * length
-        numbers = numbers.unsqueeze(-1) * size + along
-    return numbers
