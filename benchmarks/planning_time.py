@@ -2,9 +2,8 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planning_time
 
-The cases are those of `planning_memory`, with wider models, and MLPs. All ranks measure the machine
-at once, before and after each case, so that what they share (cores, memory, other users) is in its
-figures; a case during which these differ by more than a fifth is marked as disturbed. Steps take
+The cases are those of `planning_memory`, and MLPs. Every case is estimated before and after it is
+measured; one whose estimates differ by more than a fifth is marked as disturbed. Steps take
 the median of several turns. Prints the ratio of each, how many are within 20 %, and the rank
 correlation of estimated and measured times.
 """
@@ -53,10 +52,9 @@ def cases(num_ranks: int) -> Iterator[Case]:
     yield from planning_memory.cases(num_ranks)
 
 
-def measured(case: Case) -> float:
+def measured(mesh: Mesh, built: Built) -> float:
     """Returns the seconds of a step."""
-    mesh = case.mesh("process_group")
-    step, args, specs = case.build(mesh)
+    step, args, specs = built
     args, times = device_put(args, mesh, specs), []
     for _ in range(TURNS + 1):  # the first one checks
         dist.barrier()
@@ -72,9 +70,10 @@ def rank() -> None:
     num_ranks = dist.get_world_size()
     here = this_machine(make_mesh((num_ranks,), ("ranks",), kind="process_group"))
     for case in cases(num_ranks):
-        step, args, _ = case.build(case.mesh("process_group"))
+        mesh = case.mesh("process_group")
+        built = step, args, _ = case.build(mesh)
         before = estimate(step, *args, hardware=here).seconds
-        real = measured(case)
+        real = measured(mesh, built)
         after = estimate(step, *args, hardware=here).seconds
         disturbed = max(before, after) > 1.2 * min(before, after)
         if dist.get_rank() == 0:

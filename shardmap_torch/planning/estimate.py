@@ -199,8 +199,15 @@ class Estimate(Shown):
             figures=[timeline(self.spans, self.live)],
         )
 
-    def save_trace(self, path: str | Path) -> None:
-        """Writes both lanes and the memory as a trace that Perfetto and Chrome show."""
+    def save_trace(self, path: str | Path, *, profile: str | Path | None = None) -> None:
+        """Writes both lanes and the memory as a trace that Perfetto and Chrome show.
+
+        Args:
+            path: of the trace.
+            profile: of what `torch.profiler.profile` has exported of a run of the step, by
+                `export_chrome_trace`; its lanes stand below the estimated ones. On processes
+                it has collectives by their names and lines.
+        """
         events: list[dict[str, Any]] = [
             {"ph": "X", "pid": 0, "tid": span.lane, "name": span.step.name,
              "ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6,
@@ -211,7 +218,27 @@ class Estimate(Shown):
             {"ph": "C", "pid": 0, "name": "memory", "ts": span.end * 1e6, "args": {"bytes": alive}}
             for span, alive in zip(self.spans, self.live[1:], strict=True)
         ]
+        events += [] if profile is None else _measured(profile)
         Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def _measured(profile: str | Path) -> list[dict[str, Any]]:
+    """Returns the events of an exported profile, as those of a second process that starts at 0."""
+    found = json.loads(Path(profile).read_text())["traceEvents"]
+    spans = [event for event in found if event.get("ph") == "X" and event.get("cat") in _LANES]
+    first = min((event["ts"] for event in spans), default=0)
+    names = enumerate(("estimated", "measured"))
+    return [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+        for pid, name in names
+    ] + [
+        event | {"pid": 1, "tid": f"{event['cat']} {event['tid']}", "ts": event["ts"] - first}
+        for event in spans
+    ]
+
+
+_LANES: Final = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
+"""Kinds of events that profiles have of operators and collectives."""
 
 
 def estimate(f: Callable[..., Any], *args: Any, hardware: Hardware, **kwargs: Any) -> Estimate:

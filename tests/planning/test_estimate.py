@@ -119,6 +119,26 @@ def test_the_peak_names_its_line_and_what_is_alive(tmp_path: Path) -> None:
     assert {event.get("tid") for event in events} == {"compute", "messages", None}
 
 
+def test_a_trace_has_measured_lanes_beside_the_estimated_ones(tmp_path: Path) -> None:
+    mesh = make_mesh((1,), ("tp",), kind="simulated")
+    f = shard_map(lambda x: (x @ x).relu(), mesh=mesh, in_specs=P(), out_specs=P())
+    x = torch.ones(8, 8)
+    f(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        f(x)
+    profile.export_chrome_trace(str(tmp_path / "profile.json"))
+    path = tmp_path / "trace.json"
+    estimate(f, x, hardware=UNIT).save_trace(path, profile=tmp_path / "profile.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    lanes = {
+        pid: [e["name"] for e in events if e["pid"] == pid and e["ph"] == "X"] for pid in (0, 1)
+    }
+    assert lanes[0] == ["mm", "relu"]
+    assert {"aten::mm", "aten::relu"} <= {*lanes[1]}
+    assert min(e["ts"] for e in events if e["pid"] == 1 and e["ph"] == "X") == 0
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["estimated", "measured"]
+
+
 def test_a_report_says_time_memory_and_messages() -> None:
     mesh = make_mesh((2,), ("tp",), kind="abstract")
     f = shard_map(
