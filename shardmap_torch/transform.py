@@ -381,10 +381,11 @@ class _Body:
         if self.donates and scope is not None:
             raise SpecError(f"{self._name}: a call inside of a body cannot donate its arguments.")
         if scope is None and not torch.compiler.is_compiling():
-            if call.donated:
-                require_donatable(call, ())
-                call = taking(call)
-            return end(call, self._unchecked.run(call, runtime_of(call.mesh).run))
+            run = runtime_of(call.mesh).run
+            if not call.donated:
+                return self._unchecked.run(call, run)
+            require_donatable(call, ())
+            return end(call, self._unchecked.run(taking(call), run))
         return run_in(call, scope)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -452,7 +453,8 @@ class _Body:
                 runtime = runtime_of(call.mesh)
                 if not runtime.has_data:
                     return shapes_of(self._checked.verdict(call))
-                return end(call, self._checked.run(call, runtime.run))
+                found = self._checked.run(call, runtime.run)
+                return end(call, found) if call.donated else found
             except ShardTypeError as error:
                 if not self._lifts(error):
                     raise

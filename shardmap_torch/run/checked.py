@@ -173,7 +173,7 @@ class Checked:
     ) -> Tree:
         compares = call.mesh.kind in PROCESS_KINDS and current() is not None
         departed: Difference | None = None
-        versions = versions_of(call)
+        versions = versions_of(call) if call.donated else []
         for _ in range(_RUNS):
             # Compiled code does not ask whether a comparison is over.
             now = compiled is not None
@@ -185,7 +185,9 @@ class Checked:
                 return self._run_once(call, known, run)
             except Departure as departure:
                 departed = departure.difference
-                if versions_of(call) != versions:  # what another run would find changed
+                if (
+                    call.donated and versions_of(call) != versions
+                ):  # what another run would find changed
                     break
             self._forget(key, call)
         assert departed is not None  # or a run would have returned
