@@ -75,7 +75,8 @@ def taking(call: Call) -> Call:
 
 def versions_of(call: Call) -> list[int]:
     """Returns how often each donated tensor has been written into."""
-    return [_local(call.leaves[at])._version for at in sorted(call.donated)]
+    donated = [_local(call.leaves[at]) for at in sorted(call.donated)]
+    return [0 if x.is_inference() else x._version for x in donated]
 
 
 def end(call: Call, result: Tree) -> Tree:
