@@ -382,7 +382,7 @@ class _Body:
             raise SpecError(f"{self._name}: a call inside of a body cannot donate its arguments.")
         if scope is None and not torch.compiler.is_compiling():
             run = runtime_of(call.mesh).run
-            if not call.donated:
+            if not call.donated or call.mesh.kind == "abstract":
                 return self._unchecked.run(call, run)
             require_donatable(call, ())
             return end(call, self._unchecked.run(taking(call), run))

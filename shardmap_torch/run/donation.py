@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -82,9 +83,7 @@ def versions_of(call: Call) -> list[int]:
 def end(call: Call, result: Tree) -> Tree:
     """Frees what was donated and is no result: any use of it raises from now on."""
     for at in call.donated:
-        x = call.leaves[at]
-        if call.mesh.kind in PROCESS_KINDS or x.device.type != "meta":
-            _end(x, f"{call.match.paths[at]} was donated to {call.name}")
+        _end(call.leaves[at], f"{call.match.paths[at]} was donated to {call.name}")
     return result
 
 
@@ -98,20 +97,15 @@ def _end(x: Tensor, what: str) -> None:
     x.__class__ = _gone_class(type(x))
 
 
+@cache
 def _gone_class(kind: type) -> type:
     """Returns the class of donated tensors of a kind, whose layout in memory is the same."""
-    known = _GONE.get(kind)
-    if known is None:
-        known = _GONE[kind] = type("DonatedTensor", (kind,), {"__torch_function__": _refuse})
-    return known
-
-
-_GONE: dict[type, type] = {}
+    return type("DonatedTensor", (kind,), {"__torch_function__": _refuse})
 
 
 def _donated(values: Any) -> Iterator[Tensor]:
     for x in values:
-        if type(x) in _GONE.values():
+        if isinstance(x, Tensor) and "_donated_to" in vars(x):
             yield x
         elif isinstance(x, list | tuple):
             yield from _donated(x)
