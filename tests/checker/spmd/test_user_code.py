@@ -157,7 +157,7 @@ def outcome(f: Callable[..., Any]) -> list[Tensor]:
 
 
 TRIED: Final = ("a norm of a rank's part", "a local size", "other order", "nothing", "in place")
-"""What hooks do in the test: numbers decide them, as they do all else that is not compared."""
+"""Names of what hooks do in the test: numbers decide it, as they do all that is not compared."""
 
 CASES: Final = [(m, name) for m in MAKES for name in BACKS if "hook" not in m or name in TRIED]
 
