@@ -171,9 +171,17 @@ def loss_of(params: Params, batch: Tensor, llama: Llama, recompute: Recompute) -
 
 
 def build(
-    mesh: Mesh, llama: Llama, batch: int, length: int, recompute: Recompute = "full"
+    mesh: Mesh,
+    llama: Llama,
+    batch: int,
+    length: int,
+    recompute: Recompute = "full",
+    donates: bool = False,
 ) -> tuple[Callable[..., Any], Any]:
-    """Returns a step, and the shapes of its arguments; `batch` is that of a rank of "fsdp"."""
+    """Returns a step, and the shapes of its arguments; `batch` is that of a rank of "fsdp".
+
+    With `donates` the optimizer updates in place, as those of published steps do.
+    """
     specs, optimizer = specs_of(llama), adamw(1e-4, weight_decay=0.1)
     state_specs = optimizer.specs(specs)
 
@@ -181,10 +189,11 @@ def build(
         value, grads = value_and_grad(loss_of)(params, tokens, llama, recompute)
         grads = sync_gradients(grads, specs)
         grads, _ = clip_by_global_norm(grads, specs, 1.0)
-        return *optimizer.update(params, grads, state), value
+        return *optimizer.update(params, grads, state, in_place=donates), value
 
     in_specs, out_specs = (specs, state_specs, P("fsdp")), (specs, state_specs, P())
-    mapped = shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    donate = ("params", "state") if donates else ()
+    mapped = shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate=donate)
     params = optree.tree_map(ShapeDtype, llama.shapes(), is_leaf=lambda x: isinstance(x, tuple))
     state = {"step": ShapeDtype((), torch.int64), "exp_avg": params, "exp_avg_sq": params}
     tokens = ShapeDtype((batch * mesh.shape["fsdp"], length + 1), torch.int64)
@@ -333,7 +342,7 @@ def main() -> None:
 def estimate_of(row: Published) -> Estimate:
     """Estimates the step of a row."""
     mesh = make_mesh(row.ranks, ("fsdp", "tp"), kind="abstract")
-    step, args = build(mesh, row.llama, row.batch, row.length, row.recompute)
+    step, args = build(mesh, row.llama, row.batch, row.length, row.recompute, donates=True)
     return estimate(step, *args, hardware=row.hardware)
 
 
@@ -362,7 +371,7 @@ def meshes() -> None:
 def _global_step(llama: Llama, batch: int, mesh: Mesh) -> tuple[Callable[..., Any], Any]:
     if batch % mesh.shape["fsdp"]:
         raise SpecError(f"{mesh.shape['fsdp']} ranks do not divide {batch} sequences")
-    return build(mesh, llama, batch // mesh.shape["fsdp"], 8192)
+    return build(mesh, llama, batch // mesh.shape["fsdp"], 8192, donates=True)
 
 
 if __name__ == "__main__":

@@ -169,13 +169,13 @@ def run_body(
         values = list(call.leaves)
         for position, local in zip(call.match.crossing, tensors, strict=True):
             values[position] = local
-        for position in call.donated:
-            local = values[position]
-            values[position] = local.detach() if call.takes else local.clone()
         if call.match.entries:
             apply_all(backend, call.match.entries, values)
         if monitor is not None and call.follow is None:
             apply_all(backend, _enter(call, monitor).items(), values)
+        for position in call.donated:  # after conversions, whose results share memory with these
+            local = values[position]
+            values[position] = local.detach() if call.takes else local.clone()
         args, kwargs = unflatten(call.structure, values)
         out = _apply(call, args, kwargs)
         result = result_of(call, out)

@@ -24,13 +24,13 @@ from shardmap_torch import (
     shift,
     value_and_grad,
 )
-from shardmap_torch.optim import adamw, sgd
+from shardmap_torch.optim import adamw, sgd, sync_gradients
 from shardmap_torch.optim.optimizer import Optimizer
 from shardmap_torch.planning import H100, estimate
 from shardmap_torch.planning.dry_run import DryRun, Tape
 from tests.support.pool import Gloo
 
-SPECS: Final = {"up": P(None, "tp"), "down": P("tp")}
+SPECS: Final = {"scale": P(replicate="tp"), "up": P(None, "tp"), "down": P("tp")}
 OPTIMIZERS: Final = {
     "adamw": adamw(1e-2, weight_decay=0.1),
     "adamw in float64": adamw(1e-2, state_dtype=torch.float64),
@@ -44,11 +44,13 @@ def step_on(mesh: Mesh | None, optimizer: Optimizer, donates: bool, **options: A
 
     def step(params: Any, state: Any, x: Tensor) -> Any:
         def loss(params: Any) -> Tensor:
-            y = all_reduce(torch.tanh(x @ params["up"]) @ params["down"], "tp", dst=I)
+            hidden = torch.tanh((x * params["scale"]) @ params["up"])
+            y = all_reduce(hidden @ params["down"], "tp", dst=I)
             total: Tensor = y.square().sum()
             return total
 
         value, grads = value_and_grad(loss)(params)
+        grads = sync_gradients(grads, SPECS)
         return *optimizer.update(params, grads, state, in_place=donates), value
 
     specs = SPECS, optimizer.specs(SPECS)
@@ -61,8 +63,8 @@ def step_on(mesh: Mesh | None, optimizer: Optimizer, donates: bool, **options: A
 def arguments(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     width, hidden = SIZES
-    params = {"up": torch.randn(width, hidden), "down": torch.randn(hidden, width)}
-    params = {name: 0.1 * x.to(dtype) for name, x in params.items()}
+    shapes = {"scale": (width,), "up": (width, hidden), "down": (hidden, width)}
+    params = {name: 0.1 * torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
     return params, optimizer.init(params), torch.randn(2, width, dtype=dtype)
 
 
@@ -106,9 +108,9 @@ def test_what_was_donated_raises_where_it_is_used() -> None:
             "params['up'] was donated to step, which may have written into its memory. Use what "
             "the call has returned, or do not donate it."
         )
-    # The memory is that of the result, so that what else had it changes too.
-    assert new["down"].untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+    # The step has written into the memory, so that what else has it changes too.
     assert not torch.equal(view.view(before.shape), before)
+    assert torch.equal(view.view(before.shape), new["down"])
     with pytest.raises(SpecError, match=r"^params\['\w+'\] was donated to step"):
         step(params, state, x)
 
@@ -203,7 +205,8 @@ def test_a_program_that_changed_is_checked_again_unless_it_has_written(
 
 def test_estimates_of_donating_steps_hold_parameters_and_moments_once() -> None:
     mesh, optimizer = make_mesh((2,), ("tp",), kind="abstract"), adamw(1e-2)
-    shapes = {"up": ShapeDtype((512, 4096)), "down": ShapeDtype((4096, 512))}
+    sizes = {"scale": (512,), "up": (512, 4096), "down": (4096, 512)}
+    shapes = {name: ShapeDtype(size) for name, size in sizes.items()}
     state = {"step": ShapeDtype((), torch.int64), "exp_avg": shapes, "exp_avg_sq": shapes}
     args = shapes, state, ShapeDtype((2, 512))
     twice, once = (
