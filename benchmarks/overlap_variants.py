@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
+    gather_backward_again,
     gather_forward,
     multiply,
     scatter_backward,
@@ -167,12 +168,13 @@ def scatter_variants(s: Setting) -> Mapping[str, Variant]:
 
 
 def column_backward_variants(s: Setting) -> Mapping[str, Variant]:
-    """Backward of all_gather_matmul."""
+    """Backward of all_gather_matmul, with the gathered x saved or gathered again."""
     half = s.rows // 2
     shard, gathered = s.tensor(half, s.inner), s.tensor(s.rows, s.inner)
     w, dy = s.tensor(s.inner, s.columns), s.tensor(s.rows, s.columns)
     addend = s.tensor(half, s.inner)
     choice = Choice("scatter/direct", s.backward_parts)
+    gather = Choice("gather/ring", s.backward_parts)
 
     def dx(transport: Transport) -> tuple[Tensor, Tensor]:
         """The input gradient before its reduction."""
@@ -209,12 +211,16 @@ def column_backward_variants(s: Setting) -> Mapping[str, Variant]:
     def overlapped(transport: Transport) -> Steps[Any]:
         return gather_backward(transport, gathered, [w], [dy], [True], 0, choice)
 
+    def again(transport: Transport) -> Steps[Any]:
+        return gather_backward_again(transport, shard, [w], [dy], [True], 0, choice, gather)
+
     return {
         "two matmuls": Variant(COMPUTE, compute),
         "exchange": Variant(COMM, comm),
         "dx, exchange, dw": Variant(UNFUSED, one_after_another),
         "exchange under dw only": Variant(PARTLY, under_the_weight_gradient),
         "pipelined in dx only": Variant(PARTLY, pipelined_only),
+        "x gathered again (2 exchanges)": Variant(PARTLY, again),
         "pipelined in dx, finished after dw": Variant(OVERLAP, overlapped),
     }
 

@@ -33,6 +33,7 @@ def all_gather_matmul(
     dim: int = 0,
     bias: Tensor | None = None,
     chunks: int | None = None,
+    save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> Tensor: ...
 
@@ -46,6 +47,7 @@ def all_gather_matmul(
     dim: int = 0,
     bias: Sequence[Tensor | None] | None = None,
     chunks: int | None = None,
+    save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> tuple[Tensor, ...]: ...
 
@@ -58,6 +60,7 @@ def all_gather_matmul(
     dim: int = 0,
     bias: Tensor | Sequence[Tensor | None] | None = None,
     chunks: int | None = None,
+    save_gathered: bool = True,
     overlap: Overlap = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """`all_gather(x, axis, dim=dim, dst=R) @ w + bias`, multiplying chunks as they arrive.
@@ -65,8 +68,8 @@ def all_gather_matmul(
     Shape: x [..., k] with `dim` of size d, w [k, m, ...] gives [..., m, ...] with n*d there;
     with `dim` last, w is [n*k, m, ...]. Types: as its unfused composition: x is
     S(dim) or V. Backward, overlapped too: dx is reduce-scattered while it is produced and
-    while dw is computed. Saves the gathered x for the backward, n * x.nbytes beside x and w; in a
-    `checkpoint` it is gathered again. Sends (n-1) * x.nbytes per rank forward and as much backward.
+    while dw is computed. Sends (n-1) * x.nbytes per rank forward and as much backward, and again as
+    much backward with `save_gathered=False`.
 
     Args:
         x: this rank's shard.
@@ -76,6 +79,9 @@ def all_gather_matmul(
         bias: added to each row of the product; one per weight where there are several.
         chunks: number of chunks into which each rank's shard is split; by default as the cost model
             says, at most 8 of at least 128 rows each.
+        save_gathered: keep the gathered x for the backward (n * x.nbytes beside x and w), or gather
+            it again under the input gradient (nothing beside x and w until then, and n * x.nbytes
+            for the time of the backward).
         overlap: "auto" overlaps where the cost model predicts a gain of at least 3 %, "require"
             wherever possible or raises, "off" never. `last_plan()` says what ran and why. In a
             body that torch.compile traces, "auto" is the composition, which inductor can fuse, and
@@ -99,7 +105,7 @@ def all_gather_matmul(
         [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]
     """
     ws, biases = pairs("all_gather_matmul", w, bias)
-    options = dim, overlap, chunks
+    options = dim, overlap, chunks, save_gathered
     prepared_call = prepared(prepare_gather, axis, options, (x, ws, biases), overlap)
     outs = _gather(prepared_call.runner, x, ws, biases)
     return outs[0] if isinstance(w, Tensor) else outs

@@ -22,6 +22,7 @@ from shardmap_torch.kernels.algorithms import (
     ChunkedDim,
     as_matrix,
     gather_backward,
+    gather_backward_again,
     gather_forward,
     reduce_backward,
     reduce_forward,
@@ -196,19 +197,22 @@ class GatherMatmul:
     call: KernelCall
     num_weights: int
 
-    num_kept: ClassVar[int] = 1
+    @property
+    def num_kept(self) -> int:
+        """1 for the gathered x, or 0 if the backward gathers it again."""
+        return int(self.call.options.save_gathered)
 
     def run(self, x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
-        """Returns the products, then the gathered x, which is kept."""
+        """Returns the products, then the gathered x if it is kept."""
         call, ws, biases = self.call, operands[: self.num_weights], operands[self.num_weights :]
         dim, choice = call.collective.dim, call.choice
         outs, gathered = run(gather_forward(call.transport, x, ws, biases, dim, choice))
-        return (*outs, gathered)
+        return (*outs, gathered) if self.num_kept else tuple(outs)
 
     def pull_back(self, operands: Operands, needed: Sequence[bool], grads: Operands) -> Operands:
         """Returns (dx, *dws, *dbiases); an output without a cotangent is skipped."""
         count = self.num_weights
-        x, gathered = operands[0], operands[-1]
+        x, gathered = operands[0], operands[-1] if self.num_kept else None
         dys = {i: dy for i, dy in enumerate(grads[:count]) if dy is not None}
         needs_grad = (needed[0], *(needed[1 + i] for i in dys))
         ws = [operands[1 + i] for i in dys]
@@ -247,24 +251,21 @@ def _selected(gradients: Operands, needs_grad: Sequence[bool]) -> tuple[Tensor, 
 class GatherMatmulBackward:
     """Operation that computes the needed gradients of (dx, *dws) of `GatherMatmul`.
 
-    Operands: x, its gathered chunked matrix, the weights, their cotangents.
+    Operands: x, its gathered chunked matrix or None, the weights, their cotangents.
     """
 
     call: KernelCall
     needs_grad: tuple[bool, ...]
     num_kept: ClassVar[int] = 0
 
-    def run(self, x: Tensor, gathered: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, gathered: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
         """Reduce-scatters dx under the weight gradients."""
         call = self.call
         needs_dx, *needs_grad = self.needs_grad
         ws, dys = rest[: len(needs_grad)], rest[len(needs_grad) :]
         dim = call.collective.dim
         if not needs_dx:
-            chunked = ChunkedDim.of(dim, x.ndim)
-            left = chunked.flip(gathered).t()
-            pairs = zip(dys, needs_grad, strict=True)
-            return tuple([left @ chunked.tokens(dy) for dy, want in pairs if want])
+            return self._weights_only(x, gathered, dys, needs_grad)
         flops = sum(2.0 * dy.numel() * w.shape[0] for dy, w in zip(dys, ws, strict=True))
         scatter = call.backward_choice(
             "all_gather_matmul backward",
@@ -275,9 +276,24 @@ class GatherMatmulBackward:
             flops=flops,
             tail_flops=flops * any(needs_grad),
         )
-        operands = gathered, ws, dys, needs_grad, dim, scatter
-        dx, dws = run(gather_backward(call.transport, *operands))
+        operands = ws, dys, needs_grad, dim, scatter
+        if gathered is not None or not any(needs_grad):
+            dx, dws = run(gather_backward(call.transport, gathered, *operands))
+        else:
+            again = Choice(call.choice.schedule, scatter.num_parts)
+            dx, dws = run(gather_backward_again(call.transport, x, *operands, again))
         return _selected((dx, *dws), self.needs_grad)
+
+    def _weights_only(
+        self, x: Tensor, gathered: Tensor | None, dys: Sequence[Tensor], needs_grad: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
+        chunked = ChunkedDim.of(self.call.collective.dim, x.ndim)
+        if gathered is None:
+            gathered = chunked.matrix(self.call.collective.run(self.call.backend, x))
+        left = chunked.flip(gathered).t()
+        return tuple(
+            left @ chunked.tokens(dy) for dy, want in zip(dys, needs_grad, strict=True) if want
+        )
 
     def _composition(self, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         count = len(self.needs_grad) - 1
@@ -294,8 +310,8 @@ class GatherMatmulBackward:
         dx, *others = _differentiate(self._composition, (x, *rest), grads)
         return dx, None, *others
 
-    def unfused(self, x: Tensor, gathered: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """Gathers x again, so that the gathered one needs no derivative."""
+    def unfused(self, x: Tensor, gathered: Tensor | None, *rest: Tensor) -> tuple[Tensor, ...]:
+        """Gathers x again, even if it was kept."""
         return self._composition(x, *rest)
 
 

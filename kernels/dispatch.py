@@ -112,6 +112,7 @@ def prepare_gather(
     dim: int,
     overlap: Overlap,
     chunks: int | None,
+    save_gathered: bool,
 ) -> Prepared:
     """Prepares a call of `all_gather_matmul`."""
     op = "all_gather_matmul"
@@ -134,8 +135,8 @@ def prepare_gather(
     )
     present = [addend for addend in biases if addend is not None]
     collective = collective_of("all_gather", V, R, axes, dim=dim)
-    operands = (x, *ws, *present)
-    return _prepare(scope, collective, problem, operands, Options(overlap, chunks))
+    options = Options(overlap, chunks, save_gathered)
+    return _prepare(scope, collective, problem, (x, *ws, *present), options)
 
 
 def prepare_scatter(

@@ -23,6 +23,7 @@ from shardmap_torch.kernels.planner import ASSUMED_GPU, Fabric, Overlap
 from shardmap_torch.kernels.transport import (
     GlooTransport,
     NcclTransport,
+    StagedTransport,
     Transport,
     network_of,
 )
@@ -54,6 +55,11 @@ class Endpoint:
         return self._fabrics[dtype]
 
 
+def is_captured() -> bool:
+    """Returns whether a CUDA graph records this thread's work, so that the host must not wait."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 _ENDPOINTS: dict[tuple[int, tuple[str, ...], torch.device], Endpoint] = {}
 CPU: Final = torch.device("cpu")
 
@@ -75,7 +81,10 @@ def endpoint_of(
 def _transport(group: dist.ProcessGroup, axis: str, device: torch.device) -> Transport:
     if device.type == "cpu":
         return GlooTransport(group, axis)
-    return NcclTransport.over(group, axis, CudaLanes(device))
+    lanes = CudaLanes(device)
+    if network_of(group, device.type) == "nccl":
+        return NcclTransport.over(group, axis, lanes)
+    return StagedTransport(GlooTransport(group, axis), lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +136,14 @@ def _network(backend: Backend, axes: tuple[str, ...], device_type: str) -> str:
 
 
 def _lacks_network(s: Situation) -> bool:
-    network = "gloo" if s.device_type == "cpu" else "nccl"
-    return _network(s.backend, s.axes, s.device_type) != network
+    networks = ("gloo",) if s.device_type == "cpu" else ("gloo", "nccl")
+    return _network(s.backend, s.axes, s.device_type) not in networks
+
+
+def _is_captured_over_gloo(s: Situation) -> bool:
+    return (
+        s.device_type == "cuda" and is_captured() and _network(s.backend, s.axes, "cuda") == "gloo"
+    )
 
 
 def _mixes_dtypes(s: Situation) -> bool:
@@ -148,7 +163,8 @@ OBSTACLES: Final[tuple[tuple[str, Callable[[Situation], bool]], ...]] = (
     ("autocast is active", lambda s: torch.is_autocast_enabled(s.device_type)),
     ('on a GPU the kernels have never run, and only overlap="require" takes them', _is_untried),
     ("the operands are not of one floating dtype", _mixes_dtypes),
-    ("the process group has no gloo, or for a GPU no NCCL", _lacks_network),
+    ("the process group has neither gloo nor, for a GPU, NCCL", _lacks_network),
+    ("a CUDA graph is captured, and gloo would wait on the host", _is_captured_over_gloo),
 )
 """Reasons to run a call unfused, with their tests, in order: a test may rely on those before it."""
 
@@ -167,6 +183,7 @@ def place_of(backend: Backend, overlap: Overlap) -> Backend | Mesh | None:
         functorch.peek_interpreter_stack() is None
         and forward_level() < 0
         and not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+        and not is_captured()
     )
     return backend if is_ordinary else None
 

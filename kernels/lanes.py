@@ -23,6 +23,10 @@ class Lane(Enum):
     TRANSFER = "transfer"
     """The kernels' own stream, which sends and receives while the other one multiplies."""
 
+    HOST = "host"
+    """The Python thread. It waits where the network below cannot read a GPU's memory, only there:
+    while it waits it issues nothing, and a graph capture is lost."""
+
 
 Mark: TypeAlias = Any
 """A point in the work of one lane: a `torch.cuda.Event`, or a replacement in tests."""
@@ -65,7 +69,7 @@ HOST_LANES = HostLanes()
 
 
 class CudaLanes:
-    """Streams and events of one GPU; no verb blocks the host or asks the GPU.
+    """Streams and events of one GPU; no verb but `wait(Lane.HOST, ...)` blocks or asks the GPU.
 
     Args:
         device: The GPU, with its index.
@@ -81,8 +85,11 @@ class CudaLanes:
         return self._stream(lane).record_event()
 
     def wait(self, lane: Lane, mark: Mark) -> None:
-        """Makes the stream wait for the event."""
-        self._stream(lane).wait_event(mark)
+        """Makes the stream wait for the event; blocks the host only if it is the lane."""
+        if lane is Lane.HOST:
+            mark.synchronize()
+        else:
+            self._stream(lane).wait_event(mark)
 
     def keep(self, lane: Lane, tensor: Tensor) -> None:
         """Records the use with the caching allocator."""

@@ -60,6 +60,7 @@ class Options:
 
     overlap: Overlap = "auto"
     chunks: int | None = None
+    save_gathered: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,30 @@
 """The kernels on GPUs; none of these tests has run yet.
 
-NCCL wants a GPU for each rank: its tests need two; with one, copies stand for it.
+Several ranks share one GPU over gloo, staged through the host. NCCL refuses to share: its tests
+need two GPUs; with one, copies stand for it. The composition on the CPU is the truth, or integers
+are.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmap_torch import make_mesh
+from shardmap_torch.backends.process_group import ProcessGroupBackend
+from shardmap_torch.collectives.scope import Scope, enter_scope
+from shardmap_torch.kernels import last_plan
 from shardmap_torch.kernels.algorithms import gather_forward, reduce_forward, scatter_forward
+from shardmap_torch.kernels.endpoint import Endpoint, endpoint_of
 from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.lanes import CudaLanes, Lane
-from shardmap_torch.kernels.transport import NcclTransport, Work, run
+from shardmap_torch.kernels.transport import NcclTransport, StagedTransport, Work, pinned, run
+from tests.kernels.support.calls import CALLS, SHAPES, body, values_and_gradients
 from tests.support.pool import Gloo, Pool
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +32,96 @@ two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each rank"
 )
 
+# torch's DeviceMesh wants as many ranks as GPUs, or a multiple.
+SIZES = (2,) if torch.cuda.device_count() == 2 else (2, 3)
+
 SLEEP = 50_000_000
 """GPU cycles, about 30 ms: far longer than the host needs to issue all that follows."""
+
+
+@contextmanager
+def gpu_body(device: torch.device) -> Iterator[Endpoint]:
+    """A body over axis 'tp' of all processes on `device`."""
+    mesh = make_mesh((dist.get_world_size(),), ("tp",), device=device)
+    torch.cuda.set_device(device)  # After the mesh, which sets one of its own choice.
+    backend = ProcessGroupBackend(mesh)
+    with enter_scope(Scope(backend, frozenset(("tp",)))):
+        yield endpoint_of(backend, ("tp",), device)
+
+
+def on_cpu(make: Callable[[str], tuple[Callable[..., Any], list[Tensor]]]) -> list[Tensor]:
+    """Values and gradients of the composition."""
+    call, operands = make("off")
+    with body():
+        return values_and_gradients(call, operands, twice=False)
+
+
+def on_gpu(
+    make: Callable[[str], tuple[Callable[..., Any], list[Tensor]]], device: torch.device
+) -> list[Tensor]:
+    """Values and gradients of the kernel, its operands and cotangents written late."""
+    call, operands = make("require")
+
+    def late(*leaves: Tensor) -> Any:
+        torch.cuda._sleep(SLEEP)
+        return tuple(
+            out.cpu() for out in call(*(leaf.to(device, non_blocking=True) for leaf in leaves))
+        )
+
+    return values_and_gradients(late, operands, twice=False)
+
+
+def largest_difference(ours: list[Tensor], truth: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True))
+
+
+def compare_staged(name: str) -> list[float]:
+    device = torch.device("cuda", 0)
+    found = []
+    for shape in SHAPES:
+        for chunks, save in ((1, True), (2, False)):
+
+            def make(
+                overlap: str, shape: Any = shape, chunks: int = chunks, save: bool = save
+            ) -> Any:
+                return CALLS[name](shape, overlap, chunks, save)
+
+            truth = on_cpu(make)
+            with gpu_body(device) as endpoint:
+                assert isinstance(endpoint.transport, StagedTransport)
+                found.append(largest_difference(on_gpu(make, device), truth))
+                plan = last_plan()
+                assert plan is not None
+                assert plan.choice is not None
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CALLS)
+def test_ranks_that_share_a_gpu_over_gloo_get_the_composition_s_values_and_gradients(
+    gloo: Gloo, name: str, size: int
+) -> None:
+    for found in gloo(size).run(compare_staged, name, timeout=250):
+        assert max(found) < 1e-10
+
+
+def sanitized(name: str) -> None:
+    """torch's own sanitizer raises at the first access that no event orders."""
+    from torch.cuda import _sanitizer
+
+    _sanitizer.enable_cuda_sanitizer()
+    device = torch.device("cuda", 0)
+    with gpu_body(device):
+        on_gpu(lambda overlap: CALLS[name](SHAPES[1], overlap, 2, True), device)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_s_sanitizer_finds_no_unordered_access(name: str) -> None:
+    pool = Pool(2)  # Of its own: the sanitizer cannot be turned off.
+    try:
+        pool.run(sanitized, name, timeout=120)
+    finally:
+        pool.close()
 
 
 def kernels(t: NcclTransport, x: Tensor, long: Tensor, w: Tensor) -> list[Tensor]:
@@ -90,8 +188,7 @@ class Peers:
     def _host(self, use: str, like: Tensor) -> Tensor:
         key = (use, like.shape)
         if key not in self._hosts:
-            pinned = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=True)
-            self._hosts[key] = pinned.fill_(3)
+            self._hosts[key] = pinned(like).fill_(3)
         return self._hosts[key]
 
 
@@ -157,20 +254,3 @@ def captured_over_nccl() -> list[bool]:
 def test_over_nccl_a_captured_graph_computes_with_the_operands_of_its_replay(gloo: Gloo) -> None:
     for found in gloo(2).run(captured_over_nccl, timeout=120):
         assert found == [True] * 5
-
-
-def sanitized() -> None:
-    """torch's own sanitizer raises at the first access that no event orders."""
-    from torch.cuda import _sanitizer
-
-    _sanitizer.enable_cuda_sanitizer()
-    transport, operands, _ = alone(torch.device("cuda", 0))
-    kernels(transport, *operands)
-
-
-def test_torch_s_sanitizer_finds_no_unordered_access() -> None:
-    pool = Pool(1)  # Of its own: the sanitizer cannot be turned off.
-    try:
-        pool.run(sanitized, timeout=120)
-    finally:
-        pool.close()

@@ -44,6 +44,7 @@ def alike_and_not() -> list[int]:
                 lambda: gather(x, w, ["tp"]),
                 lambda: gather(x, w, "tp", overlap="require"),
                 lambda: gather(x, w, "tp", overlap="require", chunks=2),
+                lambda: gather(x, w, "tp", overlap="require", save_gathered=False),
                 lambda: matmul_reduce_scatter(x, w, "tp"),
                 lambda: matmul_reduce_scatter(x, w, "tp", dim=1),
                 lambda: matmul_reduce_scatter(x, w, "tp", bias=torch.ones(2)),
@@ -53,7 +54,7 @@ def alike_and_not() -> list[int]:
 
 
 def test_calls_that_differ_in_what_decides_are_decided_apart(gloo: Gloo) -> None:
-    expected = [1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10]
+    expected = [1, 1, 1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11]
     assert gloo(2).run(alike_and_not) == [expected] * 2
 
 

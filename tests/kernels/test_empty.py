@@ -11,6 +11,7 @@ from tests.support.pool import Gloo
 EMPTY: tuple[tuple[str, Callable[[Any], Run], list[tuple[int, ...]]], ...] = (
     ("no rows", lambda how: gathered(how), [(0, 4), (4, 3)]),
     ("no tokens in a block", lambda how: gathered(how, dim=1), [(0, 2, 4), (4, 3)]),
+    ("no rows, again", lambda how: gathered(how, save_gathered=False), [(0, 4), (4, 3)]),
     ("no features", lambda how: gathered(how), [(2, 0), (0, 3)]),
     ("no columns", lambda how: gathered(how), [(2, 4), (4, 0)]),
     ("no features to scatter", lambda how: scattered(how), [(6, 0), (0, 3)]),

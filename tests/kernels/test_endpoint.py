@@ -14,6 +14,7 @@ from shardmap_torch.kernels.endpoint import OBSTACLES, Situation, endpoint_of, o
 from shardmap_torch.kernels.transport import (
     GlooTransport,
     NcclTransport,
+    StagedTransport,
     network_of,
 )
 from shardmap_torch.mesh import make_mesh
@@ -27,11 +28,16 @@ def operand(device: str = "cuda:0", dtype: torch.dtype = torch.float32) -> Any:
     return SimpleNamespace(device=torch.device(device), dtype=dtype)
 
 
-def first_obstacle(*operands: Any, overlap: Any = "require", network: str = "nccl") -> str | None:
+def first_obstacle(
+    *operands: Any, overlap: Any = "require", network: str = "nccl", captured: bool = False
+) -> str | None:
     mesh = SimpleNamespace(axis_names=("tp",), num_ranks=lambda axes: 2)
     backend = mock.create_autospec(ProcessGroupBackend, instance=True)
     backend.mesh = mesh
-    with mock.patch.object(endpoint, "_network", return_value=network):
+    with (
+        mock.patch.object(endpoint, "_network", return_value=network),
+        mock.patch.object(endpoint, "is_captured", return_value=captured),
+    ):
         return obstacle(Situation("all_gather_matmul", backend, ("tp",), overlap, operands))
 
 
@@ -42,6 +48,8 @@ UNTRIED = 'on a GPU the kernels have never run, and only overlap="require" takes
     ("found", "why"),
     [
         (lambda: first_obstacle(operand(), operand()), None),
+        (lambda: first_obstacle(operand(), network="gloo"), None),
+        (lambda: first_obstacle(operand(), captured=True), None),
         (lambda: first_obstacle(operand(), overlap="auto"), UNTRIED),
         (lambda: first_obstacle(operand("cpu"), overlap="auto", network="gloo"), None),
         (
@@ -61,12 +69,16 @@ UNTRIED = 'on a GPU the kernels have never run, and only overlap="require" takes
             "the operands are not of one floating dtype",
         ),
         (
-            lambda: first_obstacle(operand(), network="gloo"),
-            "the process group has no gloo, or for a GPU no NCCL",
+            lambda: first_obstacle(operand(), network="ucc"),
+            "the process group has neither gloo nor, for a GPU, NCCL",
         ),
         (
             lambda: first_obstacle(operand("cpu"), network="nccl"),
-            "the process group has no gloo, or for a GPU no NCCL",
+            "the process group has neither gloo nor, for a GPU, NCCL",
+        ),
+        (
+            lambda: first_obstacle(operand(), network="gloo", captured=True),
+            "a CUDA graph is captured, and gloo would wait on the host",
         ),
     ],
 )
@@ -92,12 +104,16 @@ def transports() -> list[str]:
     with mock.patch.object(endpoint, "CudaLanes", return_value=mock.sentinel.lanes) as made:
         on_host = endpoint_of(backend, ("tp",)).transport
         assert isinstance(on_host, GlooTransport)
-        nccl = endpoint_of(backend, ("tp",), GPU).transport
+        staged = endpoint_of(backend, ("tp",), GPU).transport
+        assert isinstance(staged, StagedTransport)
+        assert isinstance(staged.network, GlooTransport)
+        assert staged.lanes is mock.sentinel.lanes
+        assert endpoint_of(backend, ("tp",), GPU).transport is staged
+        with mock.patch.object(endpoint, "network_of", return_value="nccl"):
+            nccl = endpoint_of(backend, ("tp",), torch.device("cuda", 1)).transport
         assert isinstance(nccl, NcclTransport)
         assert (nccl.rank, nccl.num_ranks) == (dist.get_rank(), dist.get_world_size())
-        assert nccl.lanes is mock.sentinel.lanes
-        assert endpoint_of(backend, ("tp",), GPU).transport is nccl
-        assert made.call_args_list == [mock.call(GPU)]
+        assert made.call_args_list == [mock.call(GPU), mock.call(torch.device("cuda", 1))]
     return found
 
 

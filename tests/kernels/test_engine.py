@@ -10,6 +10,7 @@ from torch import Tensor
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
+    gather_backward_again,
     gather_forward,
     reduce_backward,
     reduce_forward,
@@ -146,12 +147,14 @@ def test_matmul_all_reduce_equals_the_sum_on_every_rank(num_ranks: int, num_part
     assert_all_equal(actual, [expected] * num_ranks)
 
 
+@pytest.mark.parametrize("again", [False, True])
 @every_case_backward
 def test_gather_backward_equals_autograd_of_the_whole(
     leading: tuple[int, ...],
     features: tuple[int, ...],
     dim: int,
     num_parts: int,
+    again: bool,
     num_ranks: int,
 ) -> None:
     x = integers(*grown([*leading, *features], dim, num_ranks))
@@ -161,6 +164,13 @@ def test_gather_backward_equals_autograd_of_the_whole(
     scatter, gather = Choice("scatter/direct", num_parts), Choice("gather/ring", num_parts)
 
     def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor | None]]]:
+        rank = transport.rank
+        operands = ws[rank], dys[rank], [True, True], dim
+        if again:
+            return gather_backward_again(transport, shards[rank], *operands, scatter, gather)
+        return saved(transport)
+
+    def saved(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor | None]]]:
         rank = transport.rank
         no_bias = [None, None]
         shard = shards[rank]

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from shardmap_torch import R
 from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
+    gather_backward_again,
     gather_forward,
     reduce_backward,
     reduce_forward,
@@ -33,6 +35,7 @@ from shardmap_torch.kernels.schedule import SCHEDULES
 from shardmap_torch.kernels.transport import (
     NcclTransport,
     Permute,
+    StagedTransport,
     Steps,
     Transport,
     batched,
@@ -42,12 +45,14 @@ from tests.kernels.support.races import (
     COMPUTE,
     INSTANT,
     NETWORK,
+    TRANSPORTS,
     AbandonedError,
     Place,
     RaceDetector,
     RaceError,
     VirtualWork,
     Watched,
+    on_host,
     on_network,
     watch,
 )
@@ -81,10 +86,13 @@ def reduce(t: Transport, parts: int) -> Steps[Any]:
     return reduce_forward(t, x, w, Choice("reduce/direct", parts))
 
 
-def column_backward(t: Transport, parts: int) -> Steps[Any]:
+def column_backward(again: bool, t: Transport, parts: int) -> Steps[Any]:
     ws = [integers(4, columns, seed=columns + t.rank) for columns in (3, 2)]
     dys = [integers(6 * t.num_ranks, columns, seed=t.rank) for columns in (3, 2)]
-    direct = Choice("scatter/direct", parts)
+    direct, ring = Choice("scatter/direct", parts), Choice("gather/ring", parts)
+    if again:
+        x = integers(6, 4, seed=t.rank)
+        return gather_backward_again(t, x, ws, dys, [True, True], 0, direct, ring)
     gathered = integers(6 * t.num_ranks, 4, seed=3)
     return gather_backward(t, gathered, ws, dys, [True, True], 0, direct)
 
@@ -107,11 +115,13 @@ KERNELS: dict[str, Kernel] = {
     "scatter/direct": partial(scatter, "scatter/direct", 0),
     "scatter/direct by features": partial(scatter, "scatter/direct", 1),
     "reduce/direct": reduce,
-    "column backward": column_backward,
+    "column backward": partial(column_backward, False),
+    "column backward, gathered again": partial(column_backward, True),
     "row backward": row_backward,
     "sum/direct": sum_backward,
 }
 every_kernel = pytest.mark.parametrize("name", KERNELS)
+every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -122,15 +132,18 @@ def started(name: str, parts: int, transport: Transport) -> Steps[Any]:
     return KERNELS[name](transport, parts)
 
 
-def run(name: str, num_ranks: int, parts: int = 2, **options: Any) -> Watched:
-    return watch(num_ranks, partial(started, name, parts), **options)
+def run(name: str, transport: str, num_ranks: int, parts: int = 2, **options: Any) -> Watched:
+    return watch(num_ranks, transport, partial(started, name, parts), **options)
 
 
 @pytest.mark.parametrize("num_ranks", sampled(range(1, 17), 2, 5))
+@every_transport
 @every_kernel
-def test_no_kernel_races_and_results_are_those_without_streams(name: str, num_ranks: int) -> None:
+def test_no_kernel_races_and_results_are_those_without_streams(
+    name: str, transport: str, num_ranks: int
+) -> None:
     for parts in (1, 3) if num_ranks < 4 else (2 if num_ranks < 8 else 1,):
-        watched = run(name, num_ranks, parts)
+        watched = run(name, transport, num_ranks, parts)
         kernel: Callable[[Transport], Steps[Any]] = partial(started, name, parts)
         expected = VirtualNetwork(num_ranks, INSTANT).run(kernel)
         for ours, truth in zip(tensors(watched.results), tensors(expected), strict=True):
@@ -141,7 +154,7 @@ def test_no_kernel_races_and_results_are_those_without_streams(name: str, num_ra
 @every_kernel
 def test_nccl_runs_one_sequence_of_permutations_on_all_ranks(name: str, num_ranks: int) -> None:
     """Also where two exchanges are under way: then no operation can wait for a later one."""
-    first, *others = [d.permutations for d in run(name, num_ranks).detectors]
+    first, *others = [d.permutations for d in run(name, "nccl", num_ranks).detectors]
     assert others == [first] * (num_ranks - 1)
     assert len(first) >= 2 * (num_ranks - 1)
 
@@ -167,26 +180,26 @@ def is_verb(call: ast.Call) -> bool:
     return function.endswith((".record", ".wait", ".keep")) and arguments[0].startswith("Lane.")
 
 
-def is_missed(place: Place) -> bool:
+def is_missed(place: Place, transport: str) -> bool:
     """Returns whether some kernel is refused when the verb at `place` does nothing."""
     for name in KERNELS:
-        if place not in said_by(name):
+        if place not in said_by(name, transport):
             continue
         try:
-            run(name, 3, skipped=place)
+            run(name, transport, 3, skipped=place)
         except RaceError:
             return True
     return False
 
 
 @cache
-def said_by(name: str) -> set[Place]:
-    return run(name, 3).places
+def said_by(name: str, transport: str) -> set[Place]:
+    return run(name, transport, 3).places
 
 
-def said() -> set[Place]:
-    places = set().union(*(said_by(name) for name in KERNELS))
-    return {place for place in places if place[1] != "races.py"}
+def said_in(transport: str) -> set[Place]:
+    said = set().union(*(said_by(name, transport) for name in KERNELS))
+    return {place for place in said if place[1] != "races.py"}
 
 
 def test_every_schedule_is_run_by_these_tests() -> None:
@@ -194,35 +207,40 @@ def test_every_schedule_is_run_by_these_tests() -> None:
 
 
 def test_every_record_wait_and_keep_of_the_package_is_run_by_these_tests() -> None:
-    assert said() == places_in_source()
-    assert len(said()) >= 8
+    said = set().union(*(said_in(transport) for transport in TRANSPORTS))
+    assert said == places_in_source()
+    assert len(said) > 10
 
 
-def test_without_any_single_record_wait_or_keep_some_kernel_is_refused() -> None:
-    assert {place for place in said() if not is_missed(place)} == set()
+@every_transport
+def test_without_any_single_record_wait_or_keep_some_kernel_is_refused(transport: str) -> None:
+    places = said_in(transport)
+    assert {place for place in places if not is_missed(place, transport)} == set()
 
 
+@every_transport
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if "/" in name else pytest.mark.slow) for name in KERNELS],
 )
 def test_a_kernel_that_ends_in_an_error_frees_nothing_still_in_use(
-    name: str,
+    name: str, transport: str
 ) -> None:
-    operations = run(name, 3).detectors[0].operations
+    operations = run(name, transport, 3).detectors[0].operations
     stops = [at for at, (_, lane, _) in enumerate(operations, start=1) if lane != NETWORK]
     assert len(stops) > 5
     for stop_after in stops if "/" in name else stops[:: sized(3, 1)]:
         with pytest.raises(AbandonedError):
-            run(name, 3, stop_after=stop_after)
+            run(name, transport, 3, stop_after=stop_after)
 
 
+@every_transport
 @every_kernel
-def test_a_finished_kernel_holds_no_memory(name: str) -> None:
+def test_a_finished_kernel_holds_no_memory(name: str, transport: str) -> None:
     """Not even in a circle: a GPU's memory must not wait for the garbage collector."""
     gc.disable()
     try:
-        watched = run(name, 3)
+        watched = run(name, transport, 3)
         watched.results.clear()
         assert [detector.alive() for detector in watched.detectors] == [[]] * 3
     finally:
@@ -240,7 +258,7 @@ def clocks(watched: Watched, lane: int, *names: str) -> list[list[int]]:
 
 def test_a_product_waits_for_its_own_message_and_a_forward_for_no_product() -> None:
     num_ranks, parts = 4, 2
-    watched = run("gather/ring", num_ranks, parts)
+    watched = run("gather/ring", "nccl", num_ranks, parts)
     products = clocks(watched, COMPUTE, "mm", "addmm")[::2]  # One of the two weights.
     messages = clocks(watched, NETWORK)
     # A message is two operations of the network: what is sent is read, what arrives is written.
@@ -253,7 +271,7 @@ def test_a_product_waits_for_its_own_message_and_a_forward_for_no_product() -> N
 
 def test_a_message_waits_for_its_own_product_and_a_product_for_none() -> None:
     num_ranks, parts = 4, 2
-    watched = run("scatter/direct", num_ranks, parts)
+    watched = run("scatter/direct", "nccl", num_ranks, parts)
     products = clocks(watched, COMPUTE, "mm")
     messages = clocks(watched, NETWORK)[::2]
     assert {clock[NETWORK] for clock in products} == {0}
@@ -270,16 +288,18 @@ def watched_permute(group: dist.ProcessGroup, detector: RaceDetector) -> Permute
         with _disable_current_modes():
             for work in carry(sent, target, received, source):
                 work.wait()
-        return [VirtualWork(detector, done, [], None)]
+        return [VirtualWork(detector, done, [], None, blocks_host=False)]
 
     return permute
 
 
-def layers(x: Tensor, w: Tensor, v: Tensor, u: Tensor, overlap: Any) -> list[Tensor]:
+def layers(x: Tensor, w: Tensor, v: Tensor, u: Tensor, overlap: Any, save: bool) -> list[Tensor]:
     """Three layers on three kernels, forward and backward."""
     leaves = [each.clone().requires_grad_() for each in (x, w, v, u)]
     options: dict[str, Any] = {"overlap": overlap, "chunks": 2}
-    gate, up = all_gather_matmul(leaves[0], (leaves[1], leaves[2]), "tp", bias=None, **options)
+    gate, up = all_gather_matmul(
+        leaves[0], (leaves[1], leaves[2]), "tp", save_gathered=save, bias=None, **options
+    )
     down = matmul_reduce_scatter(gate * up, leaves[3], "tp", **options)
     total = matmul_all_reduce(down, leaves[1], "tp", dst=R, **options)
     return [total.detach(), *torch.autograd.grad((total * total).sum(), leaves)]
@@ -287,25 +307,37 @@ def layers(x: Tensor, w: Tensor, v: Tensor, u: Tensor, overlap: Any) -> list[Ten
 
 def watched_layers() -> list[float]:
     """Differences from the composition; the whole of it on the caller's lane and the kernels'."""
-    with body() as backend:
-        x, w, v, u = normal(1, 6, 4), normal(2, 4, 3), normal(3, 4, 3), normal(4, 3, 4)
-        truth = layers(x, w, v, u, "off")
-        endpoint = endpoint_of(backend, ("tp",))
-        detector = RaceDetector(dist.get_rank())
-        permute = watched_permute(endpoint.group, detector)
-        size = dist.get_world_size()
-        endpoint.transport = NcclTransport(dist.get_rank(), size, "tp", detector, permute)
-        with detector:
-            ours = layers(x, w, v, u, "require")
-        detector.finish()
-        assert len(detector.places) >= 7
-        return [float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True)]
+    found = []
+    for kind, save in product(TRANSPORTS, (False, True)):
+        with body() as backend:
+            x, w, v, u = normal(1, 6, 4), normal(2, 4, 3), normal(3, 4, 3), normal(4, 3, 4)
+            truth = layers(x, w, v, u, "off", save)
+            endpoint = endpoint_of(backend, ("tp",))
+            detector = RaceDetector(dist.get_rank(), host_may_wait=kind == "staged")
+            if kind == "staged":
+                endpoint.transport = StagedTransport(
+                    endpoint.transport, detector, on_host(detector)
+                )
+            else:
+                endpoint.transport = NcclTransport(
+                    dist.get_rank(),
+                    dist.get_world_size(),
+                    "tp",
+                    detector,
+                    watched_permute(endpoint.group, detector),
+                )
+            with detector:
+                ours = layers(x, w, v, u, "require", save)
+            detector.finish()
+            assert len(detector.places) >= 7
+            found += [float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True)]
+    return found
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_layers_under_autograd_do_not_race(gloo: Gloo, size: int) -> None:
     for found in gloo(size).run(watched_layers):
-        assert len(found) == 5
+        assert len(found) == 20
         assert max(found) < 1e-10
 
 
@@ -326,6 +358,10 @@ class Stream:
 class Event:
     def __init__(self, name: str) -> None:
         self.name = name
+        self.synchronized = False
+
+    def synchronize(self) -> None:
+        self.synchronized = True
 
 
 class Kept:
@@ -339,6 +375,7 @@ def test_cuda_lanes_say_each_verb_to_the_stream_that_is_meant(
     """With fakes of torch's methods, which exist in every build of torch."""
     for method in ("record_event", "wait_event"):
         assert callable(getattr(torch.cuda.Stream, method))
+    assert callable(torch.cuda.Event.synchronize)
     caller, side = Stream("caller"), Stream("side")
     made: list[tuple[torch.device, int]] = []
     current = [caller]
@@ -367,3 +404,6 @@ def test_cuda_lanes_say_each_verb_to_the_stream_that_is_meant(
     assert made == [(device, -1)]
     assert side.told == [("wait", "event of caller"), ("keep", kept)]
     assert caller.told == [("wait", "event of side")]
+    assert not mark.synchronized
+    lanes.wait(Lane.HOST, mark)
+    assert mark.synchronized

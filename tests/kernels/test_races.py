@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch.kernels.lanes import Lane
 from tests.kernels.support.races import RaceDetector, RaceError
 
-COMPUTE, TRANSFER = Lane.COMPUTE, Lane.TRANSFER
+COMPUTE, TRANSFER, HOST = Lane.COMPUTE, Lane.TRANSFER, Lane.HOST
 
 
 def order(d: RaceDetector, later: Lane, earlier: Lane) -> None:
@@ -109,8 +109,18 @@ def never_joined(d: RaceDetector, x: Tensor) -> None:
     write_on_transfer(d, x)
 
 
+def host_waits(d: RaceDetector, x: Tensor) -> None:
+    order(d, HOST, COMPUTE)
+
+
 def asks_for_a_value(d: RaceDetector, x: Tensor) -> None:
     x.sum().item()
+
+
+def copies_at_once(d: RaceDetector, x: Tensor) -> None:
+    with d.issuing_to(2):
+        buffer = torch.empty_like(x)
+    x.copy_(buffer)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +157,15 @@ def asks_for_a_value(d: RaceDetector, x: Tensor) -> None:
         ),
         (never_kept, "the memory of the caller is used on the transfer lane, not kept"),
         (never_joined, "the caller does not wait for the transfer lane"),
+        (
+            host_waits,
+            "the host waits, which holds up what it would issue and breaks a capture",
+        ),
         (asks_for_a_value, "aten._local_scalar_dense.default makes the host wait"),
+        (
+            copies_at_once,
+            "a copy between host and GPU without non_blocking makes the host wait",
+        ),
     ],
 )
 def test_what_would_go_wrong_is_refused(
@@ -157,3 +175,13 @@ def test_what_would_go_wrong_is_refused(
     with pytest.raises(RaceError) as caught:
         watched(detector, lambda: program(detector, x))
     assert str(caught.value) == f"rank 5: {text}"
+
+
+def test_the_host_may_wait_where_it_is_allowed_to() -> None:
+    x, detector = torch.zeros(4, 3), RaceDetector(host_may_wait=True)
+    with detector:
+        order(detector, TRANSFER, COMPUTE)
+        write_on_transfer(detector, x)
+        order(detector, HOST, TRANSFER)
+        x.add_(1)  # Issued after the host has seen the write's end.
+    detector.finish()

@@ -56,9 +56,7 @@ SHAPES = [
 Run = Callable[..., tuple[Tensor, ...]]
 
 
-def gather_call(
-    shape: Any, overlap: Any, chunks: int, replicate: bool = True
-) -> tuple[Run, list[Tensor]]:
+def gather_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run, list[Tensor]]:
     leading, features, dim = shape
     size = dist.get_world_size()
     inner = features * size if dim in (-1, len(leading)) else features
@@ -73,15 +71,14 @@ def gather_call(
             bias=(b1, b2),
             dim=dim,
             chunks=chunks,
+            save_gathered=save,
             overlap=overlap,
         )
 
     return call, operands
 
 
-def scatter_call(
-    shape: Any, overlap: Any, chunks: int, replicate: bool = True
-) -> tuple[Run, list[Tensor]]:
+def scatter_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run, list[Tensor]]:
     leading, features, dim = shape
     whole = [*leading, features]
     whole[dim] *= dist.get_world_size()
@@ -96,15 +93,13 @@ def scatter_call(
     return call, operands
 
 
-def reduce_call(
-    shape: Any, overlap: Any, chunks: int, replicate: bool = True
-) -> tuple[Run, list[Tensor]]:
+def reduce_call(shape: Any, overlap: Any, chunks: int, save: bool) -> tuple[Run, list[Tensor]]:
     leading, features, _ = shape
     rows = [leading[0] * dist.get_world_size() + 1, *leading[1:]]  # Uneven on purpose.
     operands = [normal(1, *rows, 3), normal(2, 3, features), normal(3, features)]
 
     def call(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        dst = R if replicate else I
+        dst = R if save else I
         return (matmul_all_reduce(x, w, "tp", dst=dst, bias=b, chunks=chunks, overlap=overlap),)
 
     return call, operands

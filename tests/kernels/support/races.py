@@ -10,7 +10,7 @@ element by element, so chunks of one matrix are different memory. What it refuse
   is used again in the order of the lane that allocated it, or after a lane that was told to `keep`;
 * a tensor used on the transfer lane that was never kept there;
 * an end at which the caller's lane does not know of all that was issued;
-* asking for a value, for which the host waits.
+* the host waiting, asking for a value, or copying to or from its own memory at once.
 
 `watch` runs a kernel on the virtual network with one detector a rank. Each verb's place in the
 source is noted; one place can be made to do nothing, to see that the tests miss it.
@@ -36,6 +36,7 @@ from shardmap_torch.kernels.schedule import Chunk, Message
 from shardmap_torch.kernels.transport import (
     Envelope,
     NcclTransport,
+    StagedTransport,
     Steps,
     Transport,
 )
@@ -47,9 +48,9 @@ Place: TypeAlias = tuple[str, str, int]
 
 Clock: TypeAlias = list[int]
 
-COMPUTE, TRANSFER, NETWORK = range(3)
-NAMES = ("compute", "transfer", "network")
-LANES = {Lane.COMPUTE: COMPUTE, Lane.TRANSFER: TRANSFER}
+COMPUTE, TRANSFER, HOST, NETWORK = range(4)
+NAMES = ("compute", "transfer", "host", "network")
+LANES = {Lane.COMPUTE: COMPUTE, Lane.TRANSFER: TRANSFER, Lane.HOST: HOST}
 
 READS_NO_DATA = {
     torch.ops.aten.new_empty.default,
@@ -118,6 +119,7 @@ class RaceDetector(TorchDispatchMode):
         self,
         rank: int = 0,
         *,
+        host_may_wait: bool = False,
         skipped: Place | None = None,
         stop_after: int | None = None,
     ) -> None:
@@ -126,23 +128,26 @@ class RaceDetector(TorchDispatchMode):
         self.places: set[Place] = set()
         self.operations: list[tuple[str, int, Clock]] = []
         self.permutations: list[int] = []
+        self._host_may_wait = host_may_wait
         self._skipped = skipped
         self._stop_after = stop_after
         self._current = COMPUTE
         self._memory: dict[int, Memory] = {}
         # The caller has worked before: its tensors were written at time 1 of its lane.
         self._clocks: list[Clock] = [
-            [int(lane == other == COMPUTE) for other in range(3)] for lane in range(3)
+            [int(lane == other == COMPUTE) for other in range(4)] for lane in range(4)
         ]
 
     # The verbs.
 
     def record(self, lane: Lane) -> Clock:
-        return [0] * 3 if self.is_skipped("record") else self.clock(self._resolve(lane))
+        return [0] * 4 if self.is_skipped("record") else self.clock(self._resolve(lane))
 
     def wait(self, lane: Lane, mark: Clock) -> None:
         if self.is_skipped("wait"):
             return
+        if lane is Lane.HOST and not self._host_may_wait:
+            self._refuse("the host waits, which holds up what it would issue and breaks a capture")
         self.join(self._resolve(lane), mark)
 
     def keep(self, lane: Lane, tensor: Tensor) -> None:
@@ -195,9 +200,11 @@ class RaceDetector(TorchDispatchMode):
     ) -> Any:
         self._sweep()
         kwargs = kwargs or {}
-        if func in ASKS_FOR_A_VALUE:
+        if func in ASKS_FOR_A_VALUE and self._current != HOST:
             self._refuse(f"{func} makes the host wait")
         reads, writes = operands(func, args, kwargs)
+        if func is torch.ops.aten.copy_.default:
+            self._check_copy(args, kwargs)
         for tensor in reads:
             self._find(tensor)  # Known before the output is: it may be the same storage.
         out = func(*args, **kwargs)
@@ -213,6 +220,7 @@ class RaceDetector(TorchDispatchMode):
         self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], made: Sequence[Tensor]
     ) -> None:
         lane = self._current
+        self.join(lane, self._clocks[HOST])  # Issued after all that the host waited for.
         self._clocks[lane][lane] += 1
         for tensor in made:
             self._memory[id_of(tensor)] = Memory.of(tensor, lane, what)
@@ -244,6 +252,12 @@ class RaceDetector(TorchDispatchMode):
         clocks = memory.writes if is_write else memory.reads
         same_elements(clocks[lane], tensor).fill_(self._clocks[lane][lane])
 
+    def _check_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        to, source = (self._find(tensor) for tensor in args[:2])
+        at_once = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        if at_once and (to.owner == HOST) != (source.owner == HOST):
+            self._refuse("a copy between host and GPU without non_blocking makes the host wait")
+
     def _find(self, tensor: Tensor) -> Memory:
         key = id_of(tensor)
         if key not in self._memory:
@@ -266,12 +280,12 @@ class RaceDetector(TorchDispatchMode):
                     self._check_freed(self._memory.pop(key))
 
     def _check_freed(self, memory: Memory) -> None:
-        if memory.owner == NETWORK:
-            return  # It looks after its own.
+        if memory.owner in (HOST, NETWORK):
+            return  # torch's pinned allocator and gloo look after their own.
         safe = self.clock(memory.owner)
         for lane in memory.kept:
             safe = [max(pair) for pair in zip(safe, self._clocks[lane], strict=True)]
-        for lane in range(3):
+        for lane in range(4):
             if lane != memory.owner and memory.last(lane) > safe[lane]:
                 where = f"while the {NAMES[lane]} lane may use it"
                 self._refuse(f"the memory of {memory.made_by} is freed {where}")
@@ -285,7 +299,8 @@ class RaceDetector(TorchDispatchMode):
     def finish(self) -> None:
         """The kernel has returned: its caller may use and free whatever it likes."""
         self._sweep()
-        for lane in range(3):
+        self.join(COMPUTE, self._clocks[HOST])  # What the caller issues comes after what it saw.
+        for lane in range(4):
             if self._clocks[lane][lane] > self._clocks[COMPUTE][lane]:
                 self._refuse(f"the caller does not wait for the {NAMES[lane]} lane")
         for memory in self._memory.values():
@@ -339,11 +354,12 @@ class VirtualWork:
     done: Clock
     parts: list[VirtualHandle]
     landing: tuple[Tensor, Tensor] | None
+    blocks_host: bool
 
     def wait(self) -> None:
         """Orders what is issued next; the network has delivered already."""
         if not self.detector.is_skipped("wait"):
-            self.detector.join(self.detector.current, self.done)
+            self.detector.join(HOST if self.blocks_host else self.detector.current, self.done)
 
     def land(self) -> None:
         """Puts what has arrived in place; the write itself was seen when it was issued."""
@@ -388,11 +404,36 @@ class VirtualNccl:
                 self.below.receive(scratch, self._numbered(source, rank)),
                 self.below.send(copy, self._numbered(rank, target)),
             ]
-        return [VirtualWork(detector, done, parts, (received, scratch))]
+        return [VirtualWork(detector, done, parts, (received, scratch), blocks_host=False)]
 
     def _numbered(self, source: int, target: int) -> Envelope:
         number = self.counts[source, target] = self.counts.get((source, target), 0) + 1
         return Envelope("virtual NCCL", Message(source, target, Chunk(0, 0), number), number)
+
+
+@dataclass
+class VirtualGloo:
+    """Stands for gloo: a thread that reads and writes the host's memory."""
+
+    below: VirtualTransport
+    detector: RaceDetector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+    def send(self, tensor: Tensor, envelope: Envelope) -> VirtualWork:
+        done, copy, _ = on_network(self.detector, HOST, tensor, None)
+        assert copy is not None
+        with _disable_current_modes():
+            part = self.below.send(copy, envelope)
+        return VirtualWork(self.detector, done, [part], None, blocks_host=True)
+
+    def receive(self, tensor: Tensor, envelope: Envelope) -> VirtualWork:
+        done, _, scratch = on_network(self.detector, HOST, None, tensor)
+        assert scratch is not None
+        with _disable_current_modes():
+            part = self.below.receive(scratch, envelope)
+        return VirtualWork(self.detector, done, [part], (tensor, scratch), blocks_host=True)
 
 
 def nccl_on(below: VirtualTransport, detector: RaceDetector) -> Transport:
@@ -400,6 +441,22 @@ def nccl_on(below: VirtualTransport, detector: RaceDetector) -> Transport:
     return NcclTransport(below.rank, below.num_ranks, "tp", detector, permute)
 
 
+def on_host(detector: RaceDetector) -> Callable[[Tensor], Tensor]:
+    """Stands for `transport_staged.pinned`."""
+
+    def allocate(like: Tensor) -> Tensor:
+        with detector.issuing_to(HOST):
+            return torch.empty_like(like)
+
+    return allocate
+
+
+def staged_on(below: VirtualTransport, detector: RaceDetector) -> Transport:
+    network: Any = VirtualGloo(below, detector)
+    return StagedTransport(network, detector, on_host(detector))
+
+
+TRANSPORTS = {"nccl": nccl_on, "staged": staged_on}
 INSTANT = Fabric(latency=1e-6, bandwidth=1e9, flops=1e9)
 
 
@@ -417,6 +474,7 @@ class Watched:
 
 def watch(
     num_ranks: int,
+    transport: str,
     kernel: Callable[[Transport], Steps[T]],
     *,
     skipped: Place | None = None,
@@ -426,6 +484,7 @@ def watch(
 
     Args:
         num_ranks: Ranks on the network.
+        transport: "nccl" or "staged".
         kernel: As the kernels are written: a generator over a transport.
         skipped: A place whose verb does nothing.
         stop_after: Rank 0 ends in an error at this operation, counted from 1, unless it is the
@@ -439,6 +498,7 @@ def watch(
     detectors = [
         RaceDetector(
             rank,
+            host_may_wait=transport == "staged",
             skipped=skipped,
             stop_after=None if rank else stop_after,
         )
@@ -447,7 +507,7 @@ def watch(
 
     def watched(below: VirtualTransport) -> Steps[T]:
         detector = detectors[below.rank]
-        return drive(kernel(nccl_on(below, detector)), detector)
+        return drive(kernel(TRANSPORTS[transport](below, detector)), detector)
 
     return Watched(network.run(watched), detectors)
 
