@@ -1,6 +1,7 @@
 """Tests that a `local_region` has the same values and gradients on many ranks as on one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -21,6 +22,7 @@ from shardmap_torch.core.tree import (
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.mesh import Mesh, make_mesh
 from shardmap_torch.ops import reinterpret
+from shardmap_torch.run.trials.draws import widened
 from shardmap_torch.spec import P, mismatches
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import Partial, V
@@ -30,8 +32,7 @@ from shardmap_torch.validate.report import Findings
 Region: TypeAlias = tuple[Callable[..., Any], Tree, Tree]
 """A function, and the types of its arguments and results, as `local_region` keeps them."""
 
-Outcome: TypeAlias = list[tuple[str, Tensor]]
-"""Claims with the values that they are about."""
+_TOLERANCE: Final = tolerance_of([torch.float64])
 
 
 def try_region(
@@ -44,128 +45,102 @@ def try_region(
 ) -> Findings:
     """Compares each number of ranks with one rank."""
     function, in_types, out_types = region
-    call = _Call(name, partial(function, **kwargs), in_types, out_types, args, seed)
-    axes = call.axes()
-    expected, findings = call.outcome(_mesh(axes, 1)), Findings(name)
+    matched = list(broadcast_prefix(in_types, tuple(args), "argument", is_spec))
+    _reject(name, [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)])
+    leaves = [leaf for leaf in matched if isinstance(leaf, Placed)]
+    call = _Call(name, partial(function, **kwargs), out_types, leaves, flatten(tuple(args))[1])
+    specs = [leaf.spec for leaf in leaves] + flatten(out_types)[0]
+    axes = [a for s in specs if isinstance(s, P) for a in (*s.mentioned, *sorted(s.named))]
+    if not axes:
+        raise SpecError(f"validate_rule: {name}: its types name no axis.")
+    names, findings = tuple(dict.fromkeys(axes)), Findings(name)
+    expected = call.outcome(_mesh(names, 1), seed)
     for count in num_ranks:
         findings.tried += 1
-        mesh = _mesh(axes, count)
-        ranks = " x ".join([str(count)] * len(axes))
+        ranks = " x ".join([str(count)] * len(names))
         reason = f"with {ranks} ranks it is not what it is with one"
-        for (claim, value), (_, reference) in zip(call.outcome(mesh), expected, strict=True):
-            findings.note(claim, unequal(value, reference, _TOLERANCE, reason))
+        for claim, value in call.outcome(_mesh(names, count), seed).items():
+            findings.note(claim, unequal(value, expected[claim], _TOLERANCE, reason))
     return findings
 
 
-_TOLERANCE: Final = tolerance_of([torch.float64])
+def _mesh(axes: tuple[str, ...], count: int) -> Mesh:
+    return make_mesh((count,) * len(axes), axes, kind="simulated", simulate="ranks")
 
 
-def _mesh(axes: Sequence[str], count: int) -> Mesh:
-    return make_mesh((count,) * len(axes), tuple(axes), kind="simulated", simulate="ranks")
+def _reject(name: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise SpecError(listing(f"validate_rule: {name}: the arguments do not match:", problems))
 
 
+@dataclass(frozen=True)
 class _Call:
-    """A region with global arguments, floating ones in float64."""
+    """A call of a region, with the leaves of its global arguments."""
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        in_types: Tree,
-        out_types: Tree,
-        args: Sequence[Any],
-        seed: int,
-    ) -> None:
-        self._name, self._function, self._out_types, self._seed = name, function, out_types, seed
-        leaves, self._structure = flatten(tuple(args))
-        self._leaves = [_widest(leaf) for leaf in leaves]
-        self._specs, self._paths = self._broadcast(in_types, tuple(args))
+    name: str
+    function: Callable[..., Any]
+    out_types: Tree
+    leaves: Sequence[Placed[P | None]]
+    structure: Structure
 
-    def _broadcast(self, in_types: Tree, args: tuple[Any, ...]) -> tuple[list[P | None], list[str]]:
-        """Returns the spec and the path of every leaf."""
-        matched = list(broadcast_prefix(in_types, args, "argument", is_spec))
-        problems = [str(leaf) for leaf in matched if isinstance(leaf, Mismatch)]
-        placed = [leaf for leaf in matched if isinstance(leaf, Placed)]
-        problems += [
-            f"{leaf.path}: is a tensor, which needs a P"
-            for leaf in placed
-            if isinstance(leaf.value, Tensor) and leaf.spec is None
+    def outcome(self, mesh: Mesh, seed: int) -> dict[str, Tensor]:
+        """Computes every result, and the gradient of every floating argument, in 64 bits."""
+        self._require_divisible(mesh)
+        generator = torch.Generator().manual_seed(seed)
+        inputs = [_widest(leaf.value) for leaf in self.leaves]
+        crossing = [
+            _split(x, leaf.spec, mesh, generator)
+            for x, leaf in zip(inputs, self.leaves, strict=True)
         ]
-        problems += [
-            f"{leaf.path}: is a sum over {sorted(leaf.spec.partial)}, and not floating"
-            for leaf in placed
-            if leaf.spec is not None and leaf.spec.partial and not is_smooth(leaf.value)
-        ]
-        self._reject(problems)
-        return [leaf.spec for leaf in placed], [leaf.path for leaf in placed]
 
-    def _reject(self, problems: Sequence[str]) -> None:
-        if problems:
-            raise SpecError(
-                listing(f"validate_rule: {self._name}: the arguments do not match:", problems)
-            )
+        def body(*values: Any) -> Any:
+            pairs = zip(values, self.leaves, strict=True)
+            return self.function(*unflatten(self.structure, [_addend(x, e.spec) for x, e in pairs]))
 
-    def axes(self) -> list[str]:
-        """Returns the axis names in the types, in order of appearance."""
-        specs = [*self._specs, *flatten(self._out_types)[0]]
-        named = [
-            axis for s in specs if isinstance(s, P) for axis in (*s.mentioned, *sorted(s.named))
-        ]
-        if not named:
-            raise SpecError(f"validate_rule: {self._name}: its types name no axis.")
-        return list(dict.fromkeys(named))
-
-    def outcome(self, mesh: Mesh) -> Outcome:
-        """Computes every result, and the gradient of every floating argument."""
-        self._check_sizes(mesh)
-        generator = torch.Generator().manual_seed(self._seed)
-        inputs = [x.detach().requires_grad_() if is_smooth(x) else x for x in self._leaves]
-        crossing = [_split(x, s, mesh, generator) for x, s in zip(inputs, self._specs, strict=True)]
-        specs = tuple(None if s is None else _stacked(s) for s in self._specs)
-        body = _body_of(self._function, self._specs, self._structure)
-        body.__name__ = self._name
-        mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=self._out_types)
+        body.__name__ = self.name
+        specs = tuple(None if e.spec is None else _stacked(e.spec) for e in self.leaves)
+        mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=self.out_types)
         with torch.enable_grad():
-            matched = broadcast_prefix(self._out_types, mapped(*crossing), "result", is_spec)
+            matched = broadcast_prefix(self.out_types, mapped(*crossing), "result", is_spec)
         results = [y for y in matched if isinstance(y, Placed) and isinstance(y.value, Tensor)]
-        values = [(f"{y.path} is {y.spec!r}", y.value.detach()) for y in results]
-        return values + self._gradients([y.value for y in results], inputs)
+        found = {f"{y.path} is {y.spec!r}": y.value.detach() for y in results}
+        return found | self._gradients([y.value for y in results], inputs, seed + 1)
 
-    def _check_sizes(self, mesh: Mesh) -> None:
+    def _require_divisible(self, mesh: Mesh) -> None:
         """Requires that sizes divide, before the ranks do, whose arguments are stacked."""
-        placed = zip(self._leaves, self._specs, self._paths, strict=True)
-        self._reject(
-            [
-                f"{path}: {problem}"
-                for leaf, spec, path in placed
-                if isinstance(leaf, Tensor) and spec is not None
-                for problem in mismatches(spec, tuple(leaf.shape), mesh.shape)
-            ]
-        )
+        problems: list[str] = []
+        for leaf in self.leaves:
+            if not isinstance(leaf.value, Tensor):
+                continue
+            if leaf.spec is None:
+                problems.append(f"{leaf.path}: is a tensor, which needs a P")
+            elif leaf.spec.partial and not is_smooth(leaf.value):
+                axes = sorted(leaf.spec.partial)
+                problems.append(f"{leaf.path}: is a sum over {axes}, and not floating")
+            else:
+                found = mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
+                problems += [f"{leaf.path}: {problem}" for problem in found]
+        _reject(self.name, problems)
 
-    def _gradients(self, results: Sequence[Tensor], inputs: Sequence[Any]) -> Outcome:
+    def _gradients(
+        self, results: Sequence[Tensor], inputs: Sequence[Any], seed: int
+    ) -> dict[str, Tensor]:
         """Computes gradients for random cotangents, the same on every mesh."""
-        generator = torch.Generator().manual_seed(self._seed + 1)
-        differentiable = [y for y in results if y.requires_grad]
-        leaves = zip(self._paths, self._specs, inputs, strict=True)
-        inputs_by_claim = [
-            (f"gradient of {path}, {spec!r}", x) for path, spec, x in leaves if is_smooth(x)
-        ]
+        generator = torch.Generator().manual_seed(seed)
+        leaves = zip(self.leaves, inputs, strict=True)
+        known = {f"gradient of {e.path}, {e.spec!r}": x for e, x in leaves if is_smooth(x)}
         # Drawn for every result: one that has no gradient on one mesh may have it on another.
         drawn = [torch.randn(y.shape, dtype=torch.float64, generator=generator) for y in results]
-        cotangents = [c.to(y) for c, y in zip(drawn, results, strict=True) if y.requires_grad]
-        if not differentiable or not inputs_by_claim:
-            return [(claim, torch.zeros_like(x)) for claim, x in inputs_by_claim]
-        gradients = torch.autograd.grad(
-            differentiable, [x for _, x in inputs_by_claim], cotangents, materialize_grads=True
-        )
-        return [(claim, g) for (claim, _), g in zip(inputs_by_claim, gradients, strict=True)]
+        pairs = [(y, c.to(y)) for y, c in zip(results, drawn, strict=True) if y.requires_grad]
+        if not (pairs and known):
+            return {claim: torch.zeros_like(x) for claim, x in known.items()}
+        ys, cotangents = zip(*pairs, strict=True)
+        found = torch.autograd.grad(ys, [*known.values()], cotangents, materialize_grads=True)
+        return dict(zip(known, found, strict=True))
 
 
 def _widest(leaf: Any) -> Any:
-    if not is_smooth(leaf):
-        return leaf
-    return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
+    return leaf.detach().to(widened(leaf.dtype)).requires_grad_() if is_smooth(leaf) else leaf
 
 
 def _stacked(spec: P) -> P:
@@ -187,18 +162,6 @@ def _split(x: Any, spec: P | None, mesh: Mesh, generator: torch.Generator) -> An
         noise = torch.randn((shape[0], *x.shape), dtype=x.dtype, generator=generator)
         x = x * (shares / shares.sum()).to(x.device) + (noise - noise.mean(0)).to(x.device)
     return x
-
-
-def _body_of(
-    function: Callable[..., Any], specs: Sequence[P | None], structure: Structure
-) -> Callable[..., Any]:
-    """Makes the body that calls the function on stacked leaves."""
-
-    def body(*leaves: Any) -> Any:
-        local = [_addend(x, spec) for x, spec in zip(leaves, specs, strict=True)]
-        return function(*unflatten(structure, local))
-
-    return body
 
 
 def _addend(x: Any, spec: P | None) -> Any:

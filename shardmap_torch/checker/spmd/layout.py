@@ -12,7 +12,6 @@ either. They raise `UnrelatedError` where the results would not be shards of one
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from math import prod
 from typing import Final, TypeAlias
 
@@ -46,11 +45,8 @@ BLOCKS: Final = "<"
 BLOCK: Final = ">"
 """Axis of the same digit in the dim that the blocks are of, where one device has it."""
 
-ADDENDS: Final = "+"
-"""Axis of a digit that a rank has in a dim of its own: gathered addends of a sum."""
-
-_MARKS: Final = frozenset({BLOCKS, BLOCK, ADDENDS})
-_LOCAL: Final = frozenset({None, BLOCKS, ADDENDS})
+_MARKS: Final = frozenset({BLOCKS, BLOCK})
+_LOCAL: Final = frozenset({None, BLOCKS})
 
 
 def is_stacked(dims: Iterable[Dim]) -> bool:
@@ -105,17 +101,6 @@ def sharded_dim(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
     """
     rest = size // prod(sizes[axis] for axis in axes)
     return (*((axis, sizes[axis]) for axis in axes), *unsharded(rest))
-
-
-def numbers_of_shards(sizes: Sizes) -> Iterator[int]:
-    """Yields how many shards there are over some of the axes, one first.
-
-    Example:
-        >>> list(numbers_of_shards({"dp": 2, "tp": 3}))
-        [1, 2, 3, 6]
-    """
-    for length in range(len(sizes) + 1):
-        yield from map(prod, combinations(sizes.values(), length))
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:
@@ -216,7 +201,7 @@ def _fitted(dims: tuple[Dim, ...], local: Shape, global_shape: Shape) -> Sharded
         if dim == ANY or step_of(dim) is not None:
             continue
         here = prod(base for axis, base in dim if axis in _LOCAL)
-        there = prod(base for axis, base in dim if axis not in (BLOCKS, ADDENDS))
+        there = prod(base for axis, base in dim if axis != BLOCKS)
         if (here, there) != (mine, all_):
             raise UnrelatedError(
                 f"dim {number} of the result, {in_words(dim)}, has size {mine} on a rank and "

@@ -1,4 +1,14 @@
-"""Compares an ATen operation on shards with the same operation on one device."""
+"""Compares an ATen operation on shards with the same operation on one device.
+
+The analyses of one operation, in this order, the first that knows it deciding (`compare`):
+
+1. blocks of a dim that ranks have as tensors of their own: there are more of these than results on
+   one device;
+2. positions, since they depend on the rank, which nothing else may;
+3. what an equal operation on equal layouts has given before;
+4. rules: the factor of a number that differs, the pending sums of operands, and how results are
+   sharded (`ops/`); then what is pending, or each rank's own, and what is written.
+"""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +25,6 @@ from shardmap_torch.checker.ir.repairs import is_divided
 from shardmap_torch.checker.rules.infer import Types, draws, named_tensors, type_results
 from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
-from shardmap_torch.checker.spmd.ops.addends import as_addends, require_linear
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED
 from shardmap_torch.checker.spmd.ops.aten_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.extrema import carried
@@ -103,8 +112,7 @@ class Operations:
             numbers = f"whose argument {name} is {here} on a rank and {there} on one device,"
             cause = AVERAGED if is_divided() else f"{messages.friendly(op)}, {numbers}"
             summed = summed.scaled(factor, NO_AXES, self.at(cause))
-        special = positions or self._overwrite(call, step.arguments)
-        layouts = special or propagate(step)
+        layouts = positions or propagate(step)
         if op in IGNORING and any(sharded.means for sharded in layouts):
             self._interpreter.traits.averages = True
         extrema, known = self._carried(call), dict[Any, tuple[ShardedTensor, Sums]]()
@@ -116,8 +124,7 @@ class Operations:
             if key not in known:
                 known[key] = self._laid_out(call, result, shape, sharded, summed, extrema)
             self._finish(call, result, number, *known[key])
-        is_plain = factor == 1 and special is None
-        return layouts if is_plain else None
+        return layouts if factor == 1 and positions is None else None
 
     def _step(self, call: PairedCall, function: Any, scaling: str) -> Step:
         """Returns the operation on layouts; the argument `scaling` may differ in both programs."""
@@ -132,21 +139,6 @@ class Operations:
         zeros = frozenset(n for n, x in named_tensors(arguments) if self._notes.sums(x).zero)
         sizes = self._notes.sizes
         return Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros)
-
-    def _overwrite(self, call: PairedCall, shards: Mapping[str, Any]) -> list[Sharded] | None:
-        """Lays out memory like what is copied into all of it; None where `copy_` does not do so."""
-        if call.op is not torch.ops.aten.copy_.default:
-            return None
-        memory, target, source = call.arguments["self"], shards["self"], shards["src"]
-        if not isinstance(target, ShardedTensor) or not isinstance(source, ShardedTensor):
-            return None
-        same = (target.local, target.global_shape) == (source.local, source.global_shape)
-        if not same or ANY in source.dims or not self._fills(memory):
-            return None
-        if source.dims == target.dims:  # other views of the memory stay what they are
-            return None
-        self._notes.overwrite(memory, call.event.arguments["self"].number, source)
-        return [Sharded(source.dims)]
 
     def _fills(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has all of its memory."""
@@ -172,20 +164,12 @@ class Operations:
             raise UnrelatedError(f"it writes to {name} what each rank sees of a sharded operand")
 
     def _summed(self, call: PairedCall) -> Sums:
-        """Returns the pending sums and the factor of the result."""
-        try:
-            return self._inherited(call)
-        except UnrelatedError:
-            found = as_addends(call, self._notes)
-            if found is None:
-                raise
-            return found
-
-    def _inherited(self, call: PairedCall) -> Sums:
         """Returns the pending sums and the factor that the result inherits from its operands."""
         scaled = common_scale([self._notes.sums(x) for x in call.read])
         if scaled.scale != 1 and not is_view(call.op):
-            require_linear(call, self._notes)
+            sums = self._notes.sums
+            if not call.is_linear(lambda x: sums(x).scale != 1, lambda x: sums(x).zero):
+                reject_scaled(common_scale([sums(x) for x in call.tensors]))
         try:
             partial = self._partial(call)
         except UnrelatedError:
@@ -258,9 +242,8 @@ class Operations:
             if axis_type == V and axis not in shard.axes and axis not in partial
         )
         mean, scale = ONE, summed.scale
-        if sharded.means or sharded.divided != 1:
-            sizes = self._notes.sizes
-            mean = Fraction(prod(sizes[axis] for axis in sharded.means), sharded.divided)
+        if sharded.means:
+            mean = Fraction(prod(self._notes.sizes[axis] for axis in sharded.means))
             scale *= mean
         cause = "" if scale is ONE or scale == 1 else self.at(messages.friendly(call.op))
         scaled = summed.scaled(mean, sharded.means, cause)
@@ -311,14 +294,12 @@ class Operations:
         """Returns whether a write fills the storage; else it must match the rest of it."""
         before = self._notes.find(tensor, Ref(number), "what is written to", True)
         pairs = zip(before.dims, shard.dims, strict=True)
-        if any(have not in (want, ANY) for have, want in pairs) or (
+        if any(have != want for have, want in pairs) or (
             ANY in shard.dims and draws(call.op, call.arguments)
         ):
             raise UnrelatedError(
                 f"it writes a value sharded {shard.spec()} into one sharded {before.spec()}"
             )
-        if before.dims != shard.dims:
-            self._notes.lay_out_memory(tensor, before, shard)
         fills = self._fills(tensor)
         known = self._notes.sums(tensor)
         if sums.partial != known.partial and not (fills or known.zero):

@@ -44,20 +44,6 @@ class TensorMap(Generic[X]):
         self._notes[self._key(tensor)] = note
         return note
 
-    def drop(self, tensor: Tensor) -> None:
-        """Forgets what is noted for all tensors in the memory of this one."""
-        for key, _ in self.of_storage(tensor):
-            del self._notes[key]
-
-    def __bool__(self) -> bool:
-        """Returns whether anything is noted."""
-        return bool(self._notes)
-
-    def of_storage(self, tensor: Tensor) -> list[tuple[Key, X]]:
-        """Returns what is noted for tensors in the memory of this one, with their keys."""
-        storage = self._key(tensor)[0]
-        return [(key, note) for key, note in self._notes.items() if key[0] == storage]
-
     @staticmethod
     def _key(tensor: Tensor) -> Key:
         base = tensor if type(tensor) is FakeTensor else base_of(tensor)

@@ -86,7 +86,7 @@ class Repeated:
         """Remembers the comparison that has just been made, unless it has noted more than that."""
         if key is None or found is None:
             return
-        if any(x.pending or x.means or x.divided != 1 for x in found):
+        if any(x.pending or x.means for x in found):
             return
         self._known[key] = tuple(
             (self._notes.find(result, Ref(number), "a result", True), self._notes.sums(result))

@@ -46,14 +46,12 @@ class Sharded:
         partial: axes over which the values are a pending sum.
         pending: axes over which a "max" or a "min" is pending.
         means: of `partial`, axes over which the mean is meant: the sum divided by their size.
-        divided: by how much more it is divided than on one device.
     """
 
     dims: tuple[Dim, ...]
     partial: frozenset[str] = frozenset()
     pending: frozenset[tuple[str, str]] = frozenset()
     means: frozenset[str] = frozenset()
-    divided: int = 1
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """State of the ranks' program: the layout of each of its tensors."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.program import StorageType
-from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.align import Alignment
 from shardmap_torch.checker.spmd.layout import (
@@ -34,13 +33,6 @@ from shardmap_torch.types import AxisType, Z
 _COPY: Final = "is a copy in one of the ranks' and the one-device program"
 
 
-@dataclass
-class _Note:
-    """The one-device tensors, all equal, that a tensor is a shard of, and its layout."""
-
-    shards: dict[int, ShardedTensor] = field(default_factory=dict)
-
-
 class Notes:
     """The layout of each tensor, and the pending sums of each storage, which views share."""
 
@@ -53,7 +45,8 @@ class Notes:
             if interpreter.mesh.shape[axis] > 1 and axis not in without
         }
         self._on = frozenset(self.sizes)
-        self._known: TensorMap[_Note] = TensorMap()
+        # Of each tensor its layout as a shard of one-device tensors, all equal, by their numbers.
+        self._known: TensorMap[dict[int, ShardedTensor]] = TensorMap()
         self._sums: dict[int, Sums] = {}
         # Cells and not tensors: torch copies a new tensor that has another reference already.
         self._where: dict[int, StorageType] = {}
@@ -61,15 +54,10 @@ class Notes:
     def note(self, tensor: Tensor, number: int, shard: ShardedTensor) -> None:
         """Notes that a tensor is that shard of the one-device tensor of that number."""
         number = self._alignment.canonical(Ref(number))
-        known = self._known.get(tensor) or self._known.put(tensor, _Note())
-        known.shards[number] = shard
+        known = self._known.get(tensor)
+        known = self._known.put(tensor, {}) if known is None else known
+        known[number] = shard
         self._where[number] = self._interpreter.storage_type(tensor)
-
-    def overwrite(self, tensor: Tensor, number: int, shard: ShardedTensor) -> None:
-        """Notes what a tensor is that has all of its memory; nothing is known of other views."""
-        for _, note in self._known.of_storage(tensor):
-            note.shards.clear()
-        self.note(tensor, number, shard)
 
     def place(self, tensor: Tensor, number: int, global_shape: Shape, spec: P) -> None:
         """Notes that a tensor is sharded by a spec."""
@@ -89,7 +77,7 @@ class Notes:
         known = self._known.get(self._interpreter.fakify(tensor))
         if known is None:
             raise UnrelatedError(f"nothing is known about how {what} is sharded", UNSEEN)
-        shard = known.shards.get(self._alignment.canonical(ref))
+        shard = known.get(self._alignment.canonical(ref))
         if shard is None:
             raise UnrelatedError(f"{what} is another value than on one device", OTHER)
         if not takes_stacks and is_stacked(shard.dims):
@@ -117,12 +105,12 @@ class Notes:
     def shard_of(self, tensor: Tensor, ref: Ref) -> ShardedTensor | None:
         """Returns how this tensor shards that one-device tensor; None if it does not."""
         known = self._known.get(self._interpreter.fakify(tensor))
-        return None if known is None else known.shards.get(self._alignment.canonical(ref))
+        return None if known is None else known.get(self._alignment.canonical(ref))
 
     def find_any(self, tensor: Tensor) -> ShardedTensor | None:
         """Returns the layout of a tensor as a shard of any one-device tensor, or None."""
         known = self._known.get(self._interpreter.fakify(tensor))
-        return None if known is None else next(iter(known.shards.values()), None)
+        return None if known is None else next(iter(known.values()), None)
 
     def require(self, tensor: Tensor, ref: Ref, spec: P) -> None:
         """Requires that a tensor is sharded and summed as a spec says.
@@ -188,39 +176,17 @@ class Notes:
         shard = self.find_any(tensor)
         return None if shard is None else shard.spec(self.sums(tensor).partial)
 
-    def lay_out_memory(self, tensor: Tensor, before: ShardedTensor, after: ShardedTensor) -> None:
-        """Lays out memory of equal entries, which any sharding suits, as a write into it is.
-
-        No part of such a dim has been taken, so that views have it with its stride and sizes.
-        """
-        strides = tensor.stride()
-        found: dict[Any, Dim | None] = {}
-        for at, dim in enumerate(before.dims):
-            if dim == ANY:
-                key = _place(strides, before, at)
-                found[key] = None if key in found else after.dims[at]
-        for other, note in self._known.of_storage(tensor):
-            for number, shard in [*note.shards.items()]:
-                dims = [
-                    found.get(_place(other[3], shard, at)) if dim == ANY else dim
-                    for at, dim in enumerate(shard.dims)
-                ]
-                laid_out = [dim for dim in dims if dim is not None]
-                del note.shards[number]
-                if len(laid_out) == len(dims):
-                    note.shards[number] = replace(shard, dims=tuple(laid_out))
-
     def is_sharded(self, tensor: Tensor, axes: Axes) -> bool:
         """Returns whether one of the axes shards a dim of it."""
         known = self._known.get(tensor)
-        return known is not None and any(not axes.isdisjoint(p.axes) for p in known.shards.values())
+        return known is not None and any(not axes.isdisjoint(p.axes) for p in known.values())
 
     def copy(self, source: Tensor, copy: Tensor) -> None:
         """Notes a copy that the one-device program does not make."""
         known = self._known.get(source)
         if known is None:
             raise UnrelatedError("nothing is known about how its operand is sharded", UNSEEN)
-        self._known.put(copy, _Note(dict(known.shards)))
+        self._known.put(copy, dict(known))
         self._sums[self._storage(copy)] = self.sums(source)
         for tensor in (source, copy):
             self._interpreter.storage_type(tensor).freeze(_COPY)
@@ -292,7 +258,3 @@ class Notes:
         if type(tensor) is FakeTensor:
             return address_of(tensor)  # what follows finds the same, at several times the cost
         return int(self._interpreter.storage_type(tensor).storage._cdata)
-
-
-def _place(strides: Sequence[int], shard: ShardedTensor, at: int) -> Hashable:
-    return tuple(map(hashable_size, (strides[at], shard.local[at], shard.global_shape[at])))

@@ -79,10 +79,14 @@ LOOKUPS: Final[Mapping[str, Lookup]] = {
     "embedding": lambda a: [(a["weight"].shape[0], a["indices"])],
     **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add"), _along("index")),
     **dict.fromkeys(("index_add", "index_copy"), _along("index")),
+    "_embedding_bag": lambda a: [(a["weight"].shape[0], a["indices"])],
     "nll_loss_forward": lambda a: [(a["self"].shape[-1], a["target"])],
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _each),
 }
 """Those that look entries up by indices."""
+
+LARGEST: Final = 2
+"""ATen's number of bags whose largest entries are taken."""
 
 DRAWLESS: Final = _names(
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"

@@ -433,7 +433,7 @@ class _Watch(_Wide):
     ) -> None:
         """Requires that random operands can tell what an operation does."""
         self._note_limits(name, arguments)
-        if name in operators.LOOKUPS:
+        if name in operators.LOOKUPS and arguments.get("mode") != operators.LARGEST:
             self._look_up(name, arguments)
             return
         if name == "_to_copy":

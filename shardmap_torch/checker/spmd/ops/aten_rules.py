@@ -4,8 +4,7 @@ Operations that depend on sizes, or are very common, have rules here; all others
 sharding propagation.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -15,21 +14,18 @@ from shardmap_torch.checker.spmd.layout import (
     ANY,
     ShardedTensor,
     UnrelatedError,
-    agreed,
     axes_of,
     broadcast,
     expand_dims,
     fill,
     is_stacked,
     merged,
-    reject_bias,
     reshape,
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops import batched, indexing, networks, stacks
+from shardmap_torch.checker.spmd.ops import indexing, letters, stacks
 from shardmap_torch.checker.spmd.ops.advice import NUMBER, counted
-from shardmap_torch.checker.spmd.ops.attention import ATTENTION
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.ops.extrema import extremum
 from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Rule, Sharded, Step, shards_of
@@ -165,83 +161,10 @@ def _range(arguments: Mapping[str, Any], size: int) -> range:
     return range(*bounds.indices(size))
 
 
-def einsum(equation: str) -> Rule:
-    """Makes a rule from letters for dims, as in "bmk,bkn->bmn".
+_GRIDS: Final = letters.each(2)
+"""Grids of affine maps, of which torch requires as many as the first size says."""
 
-    Dims of one letter must be sharded alike; a letter that the result lacks is summed over, so
-    that sharding it leaves a pending sum. Dims of a capital letter are mixed otherwise, and must
-    be unsharded. Operands beyond the letters are broadcast to the result, as in `addmm`.
-    """
-    inputs, output = equation.split("->")
-    operands, results = inputs.split(","), output.split(",")
-
-    def rule(step: Step) -> list[Sharded]:
-        shards = step.shards[-len(operands) :]
-        dims = {
-            letter: agreed(
-                [x.dims[at] for x, at in _places(letter, operands, shards)], f"dim {letter}"
-            )
-            for letter in dict.fromkeys("".join(operands))
-        }
-        mixed = [letter for letter in dims if letter.isupper() and axes_of(dims[letter])]
-        if mixed or any(dims[letter] == ANY for letter in dims if letter not in output):
-            raise UnrelatedError("it mixes all entries along a dim that is sharded", WRAP)
-        found = [tuple(dims[letter] for letter in result) for result in results]
-        summed = [dims[letter] for letter in dims if letter.islower() and letter not in output]
-        partial = frozenset(axis for dim in summed for axis in axes_of(dim))
-        adjacent = step.shards[: -len(operands)]
-        if adjacent:
-            product = ShardedTensor(found[0], *step.results[0])
-            laid_out = broadcast([*adjacent, product], len(found[0]))
-            if any(own not in (dim, ANY) for own, dim in zip(found[0], laid_out, strict=True)):
-                raise UnrelatedError("the addend is sharded differently from the product")
-            reject_bias(partial)
-            found = [laid_out]
-        return [Sharded(dims_, partial) for dims_ in found]
-
-    return rule
-
-
-def _grouped_products(step: Step) -> list[Sharded]:
-    """Propagates products of groups of rows, or of columns, whose ends each rank must have."""
-    first, second = step.arguments["self"], step.arguments["mat2"]
-    offsets = step.arguments["offs"]
-    letters = _GROUPED.get((len(first.dims), len(second.dims)))
-    if letters is None or (offsets is not None and axes_of(offsets.dims[0])):
-        raise UnrelatedError("it divides a sharded dim into groups", WRAP)
-    pair = replace(step, arguments={"self": first, "mat2": second})
-    [product] = einsum(letters)(pair)
-    groups = len(step.results[0][1]) - len(product.dims)
-    added = tuple(map(unsharded, step.results[0][1][:groups]))
-    return [replace(product, dims=(*added, *product.dims))]
-
-
-_GROUPED: Final = {(2, 3): "Mk,Gkn->Mn", (2, 2): "mK,Kn->mn", (3, 3): "gmk,gkn->gmn"}
-"""Products of groups by the numbers of dims; of two matrices each group gives one more."""
-
-
-def _distances(step: Step) -> list[Sharded]:
-    """Propagates distances of points, all coordinates of which each rank must have."""
-    rank, *others = {len(x.dims) for x in step.shards}
-    if others:
-        raise UnrelatedError("its operands have other numbers of dims", WRAP)
-    batch = "abcdefghijkl"[: rank - 2]
-    return einsum(f"{batch}pM,{batch}rM->{batch}pr")(step)
-
-
-def _places(
-    letter: str, operands: Sequence[str], shards: Sequence[ShardedTensor]
-) -> list[tuple[ShardedTensor, int]]:
-    """Returns the operands' dims of that letter; dims of size 1 are broadcast."""
-    return [
-        (x, at)
-        for letters, x in zip(operands, shards, strict=True)
-        for at, other in enumerate(letters)
-        if other == letter
-    ]
-
-
-_RULES: Final[Mapping[OpOverload, Rule]] = {
+RULES: Final[Mapping[OpOverload, Rule]] = {
     op: rule
     for rule, names in (
         (stacks.copy, "clone detach alias lift_fresh"),
@@ -265,7 +188,6 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (extremum("min"), "all all.dim all.dims min.dim"),
         (stacks.add, "sum sum.dim_IntList"),
         (stacks.average, "mean mean.dim"),
-        (indexing.count, "arange arange.start arange.start_step"),
         (indexing.read, "index.Tensor _unsafe_index.Tensor"),
         (indexing.write, "index_put index_put_ _unsafe_index_put"),
         (indexing.add_entries, "index_add index_add_ scatter_add scatter_add_"),
@@ -274,38 +196,33 @@ _RULES: Final[Mapping[OpOverload, Rule]] = {
         (indexing.split, "unsafe_split_with_sizes split_with_sizes_copy"),
         (indexing.diagonal, "diagonal diagonal_copy"),
         (indexing.windows, "unfold"),
-        (indexing.search, "searchsorted.Tensor"),
-        (networks.convolve, "convolution"),
-        (networks.group_norm, "native_group_norm"),
-        (networks.batch_norm, "native_batch_norm _native_batch_norm_legit.no_stats"),
-        (networks.patches, "im2col"),
-        (networks.embed_bags, "_embedding_bag _embedding_bag_forward_only"),
-        (_distances, "_cdist_forward"),
-        (batched.repeat, "repeat"),
-        (batched.grid, "affine_grid_generator"),
-        *((batched.each(count), names) for count, names in batched.LAST.items()),
-        (einsum("mk,kn->mn"), "mm addmm"),
-        (einsum("bmk,bkn->bmn"), "bmm baddbmm"),
-        (einsum("mk,k->m"), "mv addmv"),
-        (einsum("k,k->"), "dot vdot"),
-        (_grouped_products, "_grouped_mm"),
+        (indexing.repeat, "repeat"),
+        (letters.convolve, "convolution"),
+        (letters.group_norm, "native_group_norm"),
+        (letters.batch_norm, "native_batch_norm _native_batch_norm_legit.no_stats"),
+        (letters.attend, letters.ATTENTION),
+        (letters.product("...pM,...rM->...pr"), "_cdist_forward"),
+        (_GRIDS, "affine_grid_generator"),
+        *((letters.each(count), names) for count, names in letters.EACH.items()),
+        (letters.product("mk,kn->mn"), "mm addmm"),
+        (letters.product("bmk,bkn->bmn"), "bmm baddbmm"),
+        (letters.product("mk,k->m"), "mv addmv"),
+        (letters.product("k,k->"), "dot vdot"),
+        (letters.grouped_products, "_grouped_mm"),
     )
     for op in overloads(names)
 }
-
-RULES: Final[Mapping[OpOverload, Rule]] = {**_RULES, **ATTENTION}
 
 _SIZES: Final[Mapping[Rule, Collection[str]]] = {
     _reshaped: ("size", "shape", "stride"),
     _expanded: ("size",),
     _filled: ("size",),
     _sliced: ("start", "end"),
-    batched.repeat: ("repeats",),
-    batched.grid: ("size",),
-    indexing.count: ("start", "end", "step"),
+    indexing.repeat: ("repeats",),
+    _GRIDS: ("size",),
     indexing.split: ("split_size", "split_sizes"),
-    networks.convolve: ("groups",),
-    networks.group_norm: ("N", "C", "group"),
+    letters.convolve: ("groups",),
+    letters.group_norm: ("N", "C", "group"),
 }
 """Arguments that are sizes, or positions relative to them, and may differ in the two programs."""
 
@@ -313,14 +230,11 @@ _SIZES: Final[Mapping[Rule, Collection[str]]] = {
 _COUNTED: Final[Collection[tuple[Rule, str]]] = (
     (indexing.read, "indices"),
     (indexing.write, "indices"),
-    (networks.embed_bags, "offsets"),
 )
 """Arguments that may count the entries that each rank has."""
 
 TAKES_STACKS: Final = {
-    op
-    for op, rule in RULES.items()
-    if rule in (stacks.copy, stacks.add, stacks.average, _permuted, _reshaped)
+    op for op, rule in RULES.items() if rule in (stacks.copy, stacks.add, _permuted, _reshaped)
 } | {aten.copy_.default}
 """Operations that know of values of several ranks along a dim of their own."""
 

@@ -13,7 +13,7 @@ from shardmap_torch.checker.spmd.layout import (
     agreed,
     axes_of,
     broadcast,
-    counted,
+    fill,
     merged,
     step_of,
     unsharded,
@@ -21,27 +21,6 @@ from shardmap_torch.checker.spmd.layout import (
 from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import GATHER, MICROBATCHES, WRAP, Sharded, Step, shards_of
-
-
-def count(step: Step) -> list[Sharded]:
-    """Lays out `arange`: of a sharded dim's size it counts the entries that a rank has.
-
-    Raises:
-        UnrelatedError: it starts or steps by another number on one device, or counts from
-            elsewhere than 0 to another end.
-    """
-    first, by = (step.arguments.get(name) for name in ("start", "step"))
-    differing = next(iter(step.unsharded_arguments), None)
-    if differing is not None:
-        if differing != "end" or first not in (None, 0) or type(by) not in (int, type(None)):
-            raise UnrelatedError(
-                f"its argument {differing} is {step.arguments[differing]} on a rank and "
-                f"{step.unsharded_arguments[differing]} on one device",
-                NUMBER,
-            )
-        return [Sharded((counted(1 if by is None else by),))]
-    ((_, global_shape),) = step.results
-    return [Sharded(tuple(map(unsharded, global_shape)))]
 
 
 def read(step: Step) -> list[Sharded]:
@@ -55,10 +34,7 @@ def read(step: Step) -> list[Sharded]:
 
 
 def write(step: Step) -> list[Sharded]:
-    """Lays out `x[:, ids] = values`, which leaves the layout of `x` as it is.
-
-    With `accumulate`, of sharded entries, each rank adds its own to zeros.
-    """
+    """Lays out `x[:, ids] = values`, which leaves the layout of `x` as it is."""
     x, indices, values = (step.arguments[name] for name in ("self", "indices", "values"))
     places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
     if any(x.dtype in (torch.bool, torch.uint8) for x in step.tensors_of("indices")):
@@ -70,13 +46,9 @@ def write(step: Step) -> list[Sharded]:
         for index, before in zip(found, shards_of(indices), strict=True)
         if any(step_of(dim) is not None for dim in before.dims)
     ]
-    picked, added = broadcast(found, rank), frozenset[str]()
+    picked = broadcast(found, rank)
     for at, dim in enumerate(picked):
-        is_elsewhere = axes_of(dim) and not any(_at(dims, at - rank) == dim for dims in own)
-        if is_elsewhere and step.arguments.get("accumulate"):
-            _require_zeros(step, dim)
-            added |= {*axes_of(dim)}
-        elif is_elsewhere:
+        if axes_of(dim) and not any(_at(dims, at - rank) == dim for dims in own):
             raise UnrelatedError(
                 "it writes at positions that are sharded, so that each rank writes some of the "
                 "entries only",
@@ -84,7 +56,7 @@ def write(step: Step) -> list[Sharded]:
             )
     kept = [x.dims[dim] for dim in range(len(x.dims)) if dim not in places]
     _require_like(values, _in_place(places, picked, kept))
-    return [Sharded(x.dims, added)]
+    return [Sharded(x.dims)]
 
 
 def add_entries(step: Step) -> list[Sharded]:
@@ -261,13 +233,24 @@ def unsqueeze(step: Step) -> list[Sharded]:
     return [Sharded((*x.dims[:dim], (), *x.dims[dim:]))]
 
 
-def search(step: Step) -> list[Sharded]:
-    """Lays out `searchsorted`: each value is looked up in all of a sorted sequence."""
-    sequence, x = step.arguments["sorted_sequence"], step.arguments["self"]
-    _require_all(sequence, -1)
-    sorter = step.arguments["sorter"]
-    if isinstance(sorter, ShardedTensor) and sorter.dims != sequence.dims:
-        raise UnrelatedError("its sorter is not sharded like the sequence", GATHER)
-    if len(sequence.dims) > 1 and (ANY in x.dims or sequence.dims[:-1] != x.dims[:-1]):
-        raise UnrelatedError("rows of the sequence are not sharded like those of values", GATHER)
-    return [Sharded(x.dims)]
+def repeat(step: Step) -> list[Sharded]:
+    """Lays out copies side by side: of one entry they are equal entries, as `expand` makes them.
+
+    Raises:
+        UnrelatedError: it copies a sharded dim, or another number of times on one device.
+    """
+    (x,) = step.shards
+    counts, ((local, global_shape),) = step.arguments["repeats"], step.results
+    there = step.unsharded_arguments.get("repeats", counts)
+    front = len(global_shape) - len(x.dims)
+    dims, found = [*((),) * front, *x.dims], fill(local, global_shape)
+    for at, (mine, all_) in enumerate(zip(counts, there, strict=True)):
+        if mine != all_ and dims[at] != ():
+            raise UnrelatedError(
+                f"it copies dim {at - front} {mine} times on a rank and {all_} times on one device",
+                NUMBER,
+            )
+        if all_ != 1 and dims[at] != ():
+            _require_all(x, at - front)
+    once = [mine == all_ == 1 for mine, all_ in zip(counts, there, strict=True)]
+    return [Sharded(tuple(a if is_ else b for a, b, is_ in zip(dims, found, once, strict=True)))]

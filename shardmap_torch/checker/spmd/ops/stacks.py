@@ -1,24 +1,19 @@
-"""Values of several ranks along a dim of their own, as `all_gather` with `tiled=False` gives them.
+"""Blocks of a dim behind one another in another dim, as a gather along dim 0 puts them.
 
-On one device that dim has one entry. Blocks of a sharded dim are all of it once they are joined,
-and addends of a pending sum are the sum once they are added up; nothing else is done with them.
+They are all of the dim once they are joined; nothing else is done with them. Sums, which take the
+blocks of a sharded dim for addends, are here as well.
 """
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 from shardmap_torch.checker.spmd.layout import (
-    ADDENDS,
     ANY,
     BLOCK,
     BLOCKS,
     Dim,
     ShardedTensor,
-    Sizes,
     UnrelatedError,
     axes_of,
-    is_stacked,
-    numbers_of_shards,
     size_of_one_rank,
     unsharded,
 )
@@ -27,39 +22,6 @@ from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import Sharded, Step
 
 _ALONE = "it reduces a part of the dims that have values of several ranks"
-
-
-def gathered(
-    x: ShardedTensor,
-    axes: Sequence[str],
-    partial: frozenset[str],
-    dim: int,
-    sizes: Mapping[str, int],
-) -> tuple[tuple[Dim, ...], frozenset[str]]:
-    """Returns the dims and the pending sums after the ranks' values have been stacked at `dim`.
-
-    Raises:
-        UnrelatedError: they are neither addends nor blocks, or over several axes.
-    """
-    dims = [*x.dims]
-    if not axes:
-        dims.insert(dim, ())
-        return tuple(dims), partial
-    axis, *others = axes
-    at = x.sharded_by(axis)
-    if others or (axis not in partial and (at is None or dims[at][0][0] != axis)):
-        over = ", ".join(map(repr, axes))
-        raise UnrelatedError(
-            f"it stacks values that are neither addends nor blocks of one dim over {over}",
-            STACKED,
-        )
-    if axis in partial:
-        dims.insert(dim, ((ADDENDS, sizes[axis]),))
-        return tuple(dims), partial - {axis}
-    assert at is not None
-    dims[at] = ((BLOCK, sizes[axis]), *dims[at][1:])
-    dims.insert(dim, ((BLOCKS, sizes[axis]),))
-    return tuple(dims), partial
 
 
 def side_by_side(x: ShardedTensor, axes: Sequence[str], dim: int) -> tuple[Dim, ...] | None:
@@ -105,44 +67,27 @@ def copy(step: Step) -> list[Sharded]:
 
 
 def add(step: Step) -> list[Sharded]:
-    """Propagates a sum, which is pending where it goes over a sharded dim.
-
-    That of equal entries is the part of the sum on one device that a rank has of them.
-    """
+    """Propagates a sum, which is pending where it goes over a sharded dim."""
     (x,) = step.shards
     over = _over(step, x)
-    equal = [dim for dim in over if x.dims[dim] == ANY]
-    copies = prod(_missing(x.local[dim], x.global_shape[dim], step.sizes) for dim in equal)
-    inside = [axis for dim in over if dim not in equal for axis, _ in x.dims[dim]]
+    if any(x.dims[dim] == ANY for dim in over):
+        raise size_of_one_rank()
+    inside = [axis for dim in over for axis, _ in x.dims[dim]]
     if (BLOCK in inside) != (BLOCKS in inside):
         raise UnrelatedError(_ALONE, STACKED)
     kept: list[Dim | None] = [*x.dims]
     for dim in over:
         kept[dim] = () if step.arguments.get("keepdim") else None
     partial = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
-    return [Sharded(tuple(dim for dim in kept if dim is not None), partial, divided=copies)]
-
-
-def _missing(local: int, global_size: int, sizes: Sizes) -> int:
-    """Returns of how many shards that large a dim consists: what a symbol divides has no number."""
-    for count in numbers_of_shards(sizes):
-        if local * count == global_size:
-            return count
-    raise size_of_one_rank()
+    return [Sharded(tuple(dim for dim in kept if dim is not None), partial)]
 
 
 def average(step: Step) -> list[Sharded]:
-    """Propagates a mean: of addends it is their sum, divided by their number."""
+    """Propagates a mean: over dims that a rank has all of, without asking DTensor."""
     (x,) = step.shards
-    over = _over(step, x)
-    if not is_stacked(x.dims):
-        # torch 2.14 asks whether sizes are even, also of dims that nothing shards.
-        whole = all(x.dims[dim] == unsharded(x.global_shape[dim]) for dim in over)
-        return add(step) if whole else by_dtensor(step)
-    if len(over) != 1 or x.dims[min(over)][0][0] != ADDENDS:
-        raise UnrelatedError(_ALONE, STACKED)
-    (made,) = add(step)
-    return [Sharded(made.dims, divided=x.local[min(over)])]
+    # torch 2.14 asks whether sizes are even, also of dims that nothing shards.
+    whole = all(x.dims[dim] == unsharded(x.global_shape[dim]) for dim in _over(step, x))
+    return add(step) if whole else by_dtensor(step)
 
 
 def _over(step: Step, x: ShardedTensor) -> set[int]:

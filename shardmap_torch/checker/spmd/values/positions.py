@@ -116,17 +116,6 @@ def _counted_from(args: Arguments, shape: Shape) -> Affine | None:
     return Affine(shape, start, (step if shape[0] != 1 else 0,), {})
 
 
-def _spaced(args: Arguments, shape: Shape) -> Affine | None:
-    """Counts from one number to another, by steps that are whole."""
-    first, last = _number(args["start"]), _number(args["end"])
-    if first is None or last is None or first.shape or last.shape or shape[0] < 2:
-        return None
-    between = last.plus(first.times(-1), ())
-    if any(between.axes.values()) or between.base % (shape[0] - 1):
-        return None
-    return Affine(shape, first.base, (between.base // (shape[0] - 1),), first.axes)
-
-
 def _sum(args: Arguments, shape: Shape) -> Affine | None:
     alpha = args.get("alpha", 1)
     x, y = _number(args["self"]), _number(args["other"])
@@ -182,30 +171,6 @@ def _filled(value: int | None = None) -> "Rule":
     return rule
 
 
-def _running(args: Arguments, shape: Shape) -> Affine | None:
-    """Counts by a sum of equal numbers."""
-    x: Affine = args["self"]
-    if not x.is_constant() or not shape:
-        return None
-    dim = args["dim"] % len(shape)
-    steps = (x.base if at == dim and size != 1 else 0 for at, size in enumerate(shape))
-    return Affine(shape, x.base, tuple(steps), {})
-
-
-def _picked(args: Arguments, shape: Shape) -> Affine | None:
-    """Takes the numbers at positions along a dim, which their dim, if any, takes the place of."""
-    x, index = args["self"], _number(args["index"])
-    if index is None or not x.shape:
-        return None
-    dim = args["dim"] % len(x.shape)
-    if is_whole(args["index"]) and index.base < 0:
-        index = index.plus(Affine.single(x.shape[dim]), ())
-    by = index.times(x.steps[dim])
-    others = Affine((), x.base, (), x.axes).plus(Affine((), by.base, (), by.axes), ())
-    steps = (*x.steps[:dim], *by.steps, *x.steps[dim + 1 :])
-    return Affine(shape, others.base, steps, others.axes) if len(steps) == len(shape) else None
-
-
 def _number(value: Any) -> Affine | None:
     if isinstance(value, Affine):
         return value
@@ -221,7 +186,6 @@ Rule = Callable[[Arguments, Shape], Affine | None]
 
 RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(("arange", "arange.start", "arange.start_step"), _counted_from),
-    **dict.fromkeys(("linspace.Tensor_Tensor", "linspace.Tensor_Scalar"), _spaced),
     **dict.fromkeys(("add.Tensor", "add.Scalar"), _sum),
     **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _difference),
     **dict.fromkeys(("rsub.Tensor", "rsub.Scalar"), _reverse_difference),
@@ -234,8 +198,6 @@ RULES: Final[Mapping[str, Rule]] = {
     "zeros": _filled(0),
     "ones": _filled(1),
     "full": _filled(),
-    "cumsum": _running,
-    **dict.fromkeys(("index_select", "select.int"), _picked),
 }
 
 _EXACT: Final = (torch.int32, torch.int64, torch.float32, torch.float64)

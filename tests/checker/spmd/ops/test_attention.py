@@ -151,9 +151,6 @@ def test_attention_that_is_another_on_one_device_is_refused(name: str) -> None:
 aten = torch.ops.aten
 BACKENDS: Final[dict[str, Attention]] = {
     "flash": lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v)[0],
-    "flash, backward": lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        q, q, k, v, *aten._scaled_dot_product_flash_attention_for_cpu(q, k, v), 0.0, False
-    )[0],
     "efficient": lambda q, k, v: aten._scaled_dot_product_efficient_attention(
         q, k, v, lower(6).to(q.dtype).expand(q.shape[0], q.shape[1], 6, 6), True
     )[0],

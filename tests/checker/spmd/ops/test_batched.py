@@ -68,7 +68,9 @@ def test_each_image_has_a_map_of_its_own() -> None:
 
 def test_a_map_of_a_part_of_an_image_is_refused() -> None:
     specs, out = (P(None, None, "a"), P()), P(None, None, "a")
-    assert_is_refused(warped, [IMAGES, numbers(4, 2, 3)], specs, out, "its argument size is")
+    assert_is_refused(
+        warped, [IMAGES, numbers(4, 2, 3)], specs, out, "dim 1 of the result, unsharded, has"
+    )
 
 
 def test_a_dim_is_copied_as_often_as_on_one_device() -> None:

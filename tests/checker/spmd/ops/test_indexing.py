@@ -309,7 +309,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (numbers(6, 8), X, TARGETS),
         (P(), P("a"), P("a")),
         P(),
-        "sharded over 'a' to values that every rank has",
+        "it writes at positions that are sharded",
     ),
     "put, and not added up": (
         lambda x, to: put_into(x.new_zeros(6, 8), x, to, False),
@@ -337,7 +337,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (numbers(8).sort().values, X),
         (P("a"), P()),
         P(),
-        "takes dim 0 apart, which is sharded|varies over it",
+        "torch does not know|does not give shards|varies over it",
     ),
 }
 

@@ -138,7 +138,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     "patches": (patches, (X,), (P("b", "a"),), P("b", "a")),
     **{
         f"bags of samples, {mode}": (bags(mode), (IDS, TABLE), (P("a"), P(None, "b")), P("a", "b"))
-        for mode in ("sum", "mean", "max")
+        for mode in ("sum", "mean")
     },
     "weighted bags": (weighted, (IDS, TABLE, numbers(4, 3)), (P("a"), P(), P("a")), P("a")),
 }
@@ -164,7 +164,7 @@ def counted_bags(ids: Tensor, table: Tensor) -> Tensor:
 
 
 _BIAS = "adds a bias to a pending sum over 'a'"
-_KERNEL = "the kernel goes over a dim that is sharded"
+_KERNEL = "all positions, over which the kernel goes, and they are sharded"
 _ALIKE = "is unsharded in one operand and sharded over 'a' in another"
 
 WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
@@ -202,37 +202,37 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (X,),
         (P(None, "a"),),
         P(None, "a"),
-        "channels of one group, which are sharded|makes 1 groups on a rank",
+        "entries of which it takes a mean, and they are sharded",
     ),
     "norm over rows": (
         lambda x: functional.group_norm(x, 2),
         (X[..., :4, :],),
         (P(None, None, "a"),),
         P(None, None, "a"),
-        "takes a mean over a dim that is sharded|HxW",
+        "entries of which it takes a mean, and they are sharded|HxW",
     ),
     "statistics of a shard": (
         lambda x: functional.batch_norm(x, None, None, training=True),
         (X,),
         (P("a"),),
         P("a"),
-        "takes a mean over a dim that is sharded",
+        "entries of which it takes a mean, and they are sharded",
     ),
-    "patches over rows": (patches, (X[..., :4, :],), (P(None, None, "a"),), P(), "patches go over"),
-    "rows of a table": (bags("sum"), (IDS, TABLE), (P(), P("a")), P(), "whose rows are sharded"),
+    "patches over rows": (patches, (X[..., :4, :],), (P(None, None, "a"),), P(), "does not know"),
+    "rows of a table": (bags("sum"), (IDS, TABLE), (P(), P("a")), P(), "_embedding_bag is not"),
     "entries of a bag": (
         bags("sum"),
         (IDS[:, :2], TABLE),
         (P(None, "a"), P()),
         P(),
-        "has entries on several ranks|not all of one size|does not stay together|on one device",
+        "_embedding_bag is not|on one device",
     ),
     "bags of another size": (
         offset_bags,
         (IDS, TABLE),
         (P("a"), P()),
         P("a"),
-        "has entries on several ranks|does not stay together|not all of one size",
+        "_embedding_bag is not",
     ),
     "positions counted on each rank": (
         counted_bags,
