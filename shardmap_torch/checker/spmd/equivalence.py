@@ -15,7 +15,6 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
@@ -40,12 +39,12 @@ from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, sho
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
-from shardmap_torch.checker.spmd.ops.advice import COPIES, NUMBER, OTHER
+from shardmap_torch.checker.spmd.ops.advice import COPIES, OTHER
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder
 from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
-from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Sums, reject_scaled
+from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Sums, part_of, reject_scaled
 from shardmap_torch.checker.spmd.values.positions import Positions
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
@@ -106,13 +105,14 @@ class Relation(Observer):
         with self._judged(LITERAL, []) as live:
             if live:
                 event = self._take(LITERAL)
-                ((number, _),), literal = event.results, event.literal
                 with disable_current_modes():  # the numbers are real
-                    assert literal is not None  # the step has this name
-                    if numbers.dtype != literal.dtype or not torch.equal(numbers, literal):
-                        raise UnrelatedError("it has other numbers there", NUMBER)
+                    scale = part_of(numbers, event.literal, self._notes.sizes)
+                if scale is None:
+                    raise UnrelatedError("it has other numbers there")
+                ((number, _),) = event.results
                 self._notes.note(made, number, ShardedTensor.unsharded(tuple(made.shape)))
-                self._notes.set_sums(made, FINISHED)
+                cause = self._operations.at("the numbers of a literal")
+                self._notes.set_sums(made, FINISHED.scaled(scale, NO_AXES, cause))
 
     def on_axis_index(self, index: Tensor, axes: Sequence[str]) -> None:
         """Notes that a rank's index means nothing on one device."""

@@ -12,6 +12,7 @@ either. They raise `UnrelatedError` where the results would not be shards of one
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import Final, TypeAlias
 
@@ -101,6 +102,17 @@ def sharded_dim(size: int, axes: Sequence[str], sizes: Sizes) -> Dim:
     """
     rest = size // prod(sizes[axis] for axis in axes)
     return (*((axis, sizes[axis]) for axis in axes), *unsharded(rest))
+
+
+def numbers_of_shards(sizes: Sizes) -> Iterator[int]:
+    """Yields how many shards there are over some of the axes, one first.
+
+    Example:
+        >>> list(numbers_of_shards({"dp": 2, "tp": 3}))
+        [1, 2, 3, 6]
+    """
+    for length in range(len(sizes) + 1):
+        yield from map(prod, combinations(sizes.values(), length))
 
 
 def axes_of(dim: Dim) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from shardmap_torch.checker.ir.repairs import is_divided
 from shardmap_torch.checker.rules.infer import Types, draws, named_tensors, type_results
 from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
+from shardmap_torch.checker.spmd.ops.addends import as_addends
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED
 from shardmap_torch.checker.spmd.ops.aten_rules import TAKES_STACKS, propagate
 from shardmap_torch.checker.spmd.ops.extrema import carried
@@ -164,6 +165,16 @@ class Operations:
             raise UnrelatedError(f"it writes to {name} what each rank sees of a sharded operand")
 
     def _summed(self, call: PairedCall) -> Sums:
+        """Returns the pending sums and the factor of the result."""
+        try:
+            return self._inherited(call)
+        except UnrelatedError:
+            found = as_addends(call, self._notes)
+            if found is None:
+                raise
+            return found
+
+    def _inherited(self, call: PairedCall) -> Sums:
         """Returns the pending sums and the factor that the result inherits from its operands."""
         scaled = common_scale([self._notes.sums(x) for x in call.read])
         if scaled.scale != 1 and not is_view(call.op):
@@ -294,12 +305,14 @@ class Operations:
         """Returns whether a write fills the storage; else it must match the rest of it."""
         before = self._notes.find(tensor, Ref(number), "what is written to", True)
         pairs = zip(before.dims, shard.dims, strict=True)
-        if any(have != want for have, want in pairs) or (
+        if any(have not in (want, ANY) for have, want in pairs) or (
             ANY in shard.dims and draws(call.op, call.arguments)
         ):
             raise UnrelatedError(
                 f"it writes a value sharded {shard.spec()} into one sharded {before.spec()}"
             )
+        if before.dims != shard.dims:
+            self._notes.lay_out_memory(tensor, before, shard)
         fills = self._fills(tensor)
         known = self._notes.sums(tensor)
         if sums.partial != known.partial and not (fills or known.zero):

@@ -44,6 +44,11 @@ class TensorMap(Generic[X]):
         self._notes[self._key(tensor)] = note
         return note
 
+    def of_storage(self, tensor: Tensor) -> list[tuple[Key, X]]:
+        """Returns what is noted for tensors in the memory of this one, with their keys."""
+        storage = self._key(tensor)[0]
+        return [(key, note) for key, note in self._notes.items() if key[0] == storage]
+
     @staticmethod
     def _key(tensor: Tensor) -> Key:
         base = tensor if type(tensor) is FakeTensor else base_of(tensor)

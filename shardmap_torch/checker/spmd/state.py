@@ -1,6 +1,6 @@
 """State of the ranks' program: the layout of each of its tensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.program import StorageType
+from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.align import Alignment
 from shardmap_torch.checker.spmd.layout import (
@@ -176,6 +177,28 @@ class Notes:
         shard = self.find_any(tensor)
         return None if shard is None else shard.spec(self.sums(tensor).partial)
 
+    def lay_out_memory(self, tensor: Tensor, before: ShardedTensor, after: ShardedTensor) -> None:
+        """Lays out memory of equal entries, which any sharding suits, as a write into it is.
+
+        No part of such a dim has been taken, so that views have it with its stride and sizes.
+        """
+        strides = tensor.stride()
+        found: dict[Any, Dim | None] = {}
+        for at, dim in enumerate(before.dims):
+            if dim == ANY:
+                key = _place(strides, before, at)
+                found[key] = None if key in found else after.dims[at]
+        for other, note in self._known.of_storage(tensor):
+            for number, shard in [*note.items()]:
+                dims = [
+                    found.get(_place(other[3], shard, at)) if dim == ANY else dim
+                    for at, dim in enumerate(shard.dims)
+                ]
+                laid_out = [dim for dim in dims if dim is not None]
+                del note[number]
+                if len(laid_out) == len(dims):
+                    note[number] = replace(shard, dims=tuple(laid_out))
+
     def is_sharded(self, tensor: Tensor, axes: Axes) -> bool:
         """Returns whether one of the axes shards a dim of it."""
         known = self._known.get(tensor)
@@ -258,3 +281,7 @@ class Notes:
         if type(tensor) is FakeTensor:
             return address_of(tensor)  # what follows finds the same, at several times the cost
         return int(self._interpreter.storage_type(tensor).storage._cdata)
+
+
+def _place(strides: Sequence[int], shard: ShardedTensor, at: int) -> Hashable:
+    return tuple(map(hashable_size, (strides[at], shard.local[at], shard.global_shape[at])))

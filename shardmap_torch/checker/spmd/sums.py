@@ -12,10 +12,11 @@ from fractions import Fraction
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from shardmap_torch.checker.rules.infer import is_factor
 from shardmap_torch.checker.rules.rule import overloads
-from shardmap_torch.checker.spmd.layout import UnrelatedError
+from shardmap_torch.checker.spmd.layout import UnrelatedError, numbers_of_shards
 from shardmap_torch.checker.spmd.ops.advice import multiple
 from shardmap_torch.core.torch_private.engine import OpOverload
 
@@ -125,6 +126,22 @@ def _ratio(op: OpOverload, by: Any, there: Any) -> Fraction | None:
     # 1 / 3 in floating point is no third.
     simple = ratio.limit_denominator(_LARGEST)
     return simple if abs(simple - ratio) <= _ROUNDING * abs(ratio) else ratio
+
+
+def part_of(here: Tensor, there: Tensor | None, sizes: Mapping[str, int]) -> Fraction | None:
+    """Returns the part of numbers on one device that those on a rank are, of some axes' sizes.
+
+    Example:
+        >>> import torch
+        >>> part_of(torch.tensor(4), torch.tensor(8), {"dp": 2, "tp": 4})
+        Fraction(1, 2)
+    """
+    if there is None or here.shape != there.shape or here.dtype != there.dtype:
+        return None
+    for count in numbers_of_shards(sizes):
+        if torch.equal(here if count == 1 else here * count, there):
+            return Fraction(1, count)
+    return None
 
 
 _LARGEST: Final = 1 << 20

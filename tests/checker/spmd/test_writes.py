@@ -130,7 +130,7 @@ WRONG: Final[dict[str, tuple[Body, P, str]]] = {
     "a number beside a sum": (sum_beside_a_number, P(), "pending sum into finished"),
     "a sum beside ones": (sum_beside_ones, P(), "pending sum into finished"),
     "a sum in ones": (sum_in_scaled_ones, P(), "counted once per rank"),
-    "rows of another axis": (other_axis, P("b"), "it writes a value sharded P"),
+    "rows of another axis": (other_axis, P("b"), "is sharded over 'a', and|promises"),
     "draws": (drawn, P("a"), "writes a value|of its own|differ between ranks"),
 }
 

@@ -62,7 +62,7 @@ RIGHT: Final[dict[str, Step]] = {
 WRONG: Final[dict[str, tuple[Step, str]]] = {
     "summed": (
         lambda w, x: all_reduce(regularized(w, x), "dp", dst=I),
-        "over 'dp' it is the mean of a rank's part",
+        "the result out is not what it is on one device: over 'dp' it is the sum of the means",
     ),
     "squared before": (
         lambda w, x: mean((1 - data(w, x)).square()),
