@@ -116,20 +116,16 @@ def _counted_from(args: Arguments, shape: Shape) -> Affine | None:
     return Affine(shape, start, (step if shape[0] != 1 else 0,), {})
 
 
-def _sum(args: Arguments, shape: Shape) -> Affine | None:
-    alpha = args.get("alpha", 1)
-    x, y = _number(args["self"]), _number(args["other"])
-    if x is None or y is None or not is_whole(alpha):
-        return None
-    return x.plus(y.times(alpha), shape)
+def _combined(first: str, second: str, sign: int) -> "Rule":
+    """Makes the rule of one argument plus, or minus, `alpha` times another."""
 
+    def rule(args: Arguments, shape: Shape) -> Affine | None:
+        x, y, alpha = _number(args[first]), _number(args[second]), args.get("alpha", 1)
+        if x is None or y is None or not is_whole(alpha):
+            return None
+        return x.plus(y.times(sign * alpha), shape)
 
-def _difference(args: Arguments, shape: Shape) -> Affine | None:
-    return _sum({**args, "alpha": -args.get("alpha", 1)}, shape)
-
-
-def _reverse_difference(args: Arguments, shape: Shape) -> Affine | None:
-    return _difference({**args, "self": args["other"], "other": args["self"]}, shape)
+    return rule
 
 
 def _product(args: Arguments, shape: Shape) -> Affine | None:
@@ -142,31 +138,12 @@ def _product(args: Arguments, shape: Shape) -> Affine | None:
     return None
 
 
-def _negative(args: Arguments, shape: Shape) -> Affine | None:
-    x: Affine = args["self"]
-    return x.times(-1)
-
-
-def _same(args: Arguments, shape: Shape) -> Affine | None:
-    return _number(args["self"])  # a vmap copies numbers into tensors
-
-
-def _reshaped(args: Arguments, shape: Shape) -> Affine | None:
-    x: Affine = args["self"]
-    return x.reshaped(shape)
-
-
-def _expanded(args: Arguments, shape: Shape) -> Affine | None:
-    x: Affine = args["self"]
-    return x.plus(Affine.single(0), shape)
-
-
-def _filled(value: int | None = None) -> "Rule":
-    """Makes the rule of a tensor of one number, that of an argument if none is given."""
+def _filled(name: str, default: int = 0) -> "Rule":
+    """Makes the rule of a tensor of one number, that of an argument if there is one."""
 
     def rule(args: Arguments, shape: Shape) -> Affine | None:
-        fill = args["fill_value"] if value is None else value
-        return Affine(shape, fill, (0,) * len(shape), {}) if is_whole(fill) else None
+        fill = args.get(name, default)
+        return Affine.single(fill).plus(Affine.single(0), shape) if is_whole(fill) else None
 
     return rule
 
@@ -186,18 +163,24 @@ Rule = Callable[[Arguments, Shape], Affine | None]
 
 RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(("arange", "arange.start", "arange.start_step"), _counted_from),
-    **dict.fromkeys(("add.Tensor", "add.Scalar"), _sum),
-    **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _difference),
-    **dict.fromkeys(("rsub.Tensor", "rsub.Scalar"), _reverse_difference),
+    **dict.fromkeys(("add.Tensor", "add.Scalar"), _combined("self", "other", 1)),
+    **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _combined("self", "other", -1)),
+    **dict.fromkeys(("rsub.Tensor", "rsub.Scalar"), _combined("other", "self", -1)),
     **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _product),
-    "neg": _negative,
-    **dict.fromkeys(("_to_copy", "clone", "detach", "alias", "lift_fresh"), _same),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze"), _reshaped),
-    **dict.fromkeys(("squeeze", "squeeze.dim", "squeeze.dims"), _reshaped),
-    "expand": _expanded,
-    "zeros": _filled(0),
-    "ones": _filled(1),
-    "full": _filled(),
+    "neg": lambda args, _: args["self"].times(-1),
+    # A vmap copies numbers into tensors.
+    **dict.fromkeys(
+        ("_to_copy", "clone", "detach", "alias", "lift_fresh"),
+        lambda args, _: _number(args["self"]),
+    ),
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "squeeze.dim", "squeeze.dims"),
+        lambda args, shape: args["self"].reshaped(shape),
+    ),
+    "expand": lambda args, shape: args["self"].plus(Affine.single(0), shape),
+    "zeros": _filled(""),
+    "ones": _filled("", 1),
+    "full": _filled("fill_value"),
 }
 
 _EXACT: Final = (torch.int32, torch.int64, torch.float32, torch.float64)
