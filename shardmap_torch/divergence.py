@@ -8,8 +8,6 @@ suspected until something explained is made of it; the first suspect in the resu
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from itertools import permutations, product
-from math import prod
 from typing import Any, Final
 
 import torch
@@ -34,8 +32,8 @@ from shardmap_torch.run import threads
 from shardmap_torch.validate.numbers import differ, tolerance_of
 
 Key = tuple[Any, ...]
-Layout = tuple[tuple[str, str, int], ...]
-"""For each axis its name, and "equal", "addend", or "shard" with a dim."""
+Layout = tuple[str, ...]
+"""What values along each axis are, in words; "" for equal ones."""
 
 _RANKS: Final = 64
 _RESULT: Final = "the result"
@@ -290,7 +288,12 @@ class _Comparison:
 
     def _explain(self, values: Sequence[Tensor]) -> str | None:
         """Says which value on one device these are, and how; None if there is none."""
-        for layout, whole in _assembled(self._mesh, values):
+        if len({x.shape for x in values}) > 1:
+            return None
+        axes = [axis for axis, size in self._mesh.shape.items() if size > 1]
+        sizes = [self._mesh.shape[axis] for axis in axes]
+        stacked = torch.stack([*values]).reshape(*sizes, *values[0].shape)
+        for layout, whole in _assembled(axes, stacked):
             for value, event in reversed(self._known.get(tuple(whole.shape), ())):
                 if value.dtype.is_floating_point == whole.dtype.is_floating_point and (
                     differ(whole, value, self._tolerance, "") is None
@@ -300,58 +303,28 @@ class _Comparison:
 
 
 def _words(layout: Layout) -> str:
-    parts = [
-        f"a shard of dim {dim} over {axis!r} of"
-        if how == "shard"
-        else f"an addend over {axis!r} of"
-        for axis, how, dim in layout
-        if how != "equal"
-    ]
-    return ", ".join(parts) or "equal to"
+    return ", ".join(how for how in layout if how) or "equal to"
 
 
-def _assembled(mesh: Mesh, values: Sequence[Tensor]) -> Iterator[tuple[Layout, Tensor]]:
-    """Yields the global values that the ranks' may be, for each layout."""
-    if len({x.shape for x in values}) > 1:
-        return
-    axes = [axis for axis, size in mesh.shape.items() if size > 1]
-    sizes = [mesh.shape[axis] for axis in axes]
-    stacked = torch.stack(list(values)).reshape(*sizes, *values[0].shape)
-    shards = [("shard", dim) for dim in range(values[0].ndim)]
-    addend = [("addend", 0)] * is_smooth(stacked)
-    for chosen in product([("equal", 0), *shards, *addend], repeat=len(axes)):
-        whole = _reduced(stacked, chosen)
-        if whole is not None:
-            layout = tuple((axis, *how) for axis, how in zip(axes, chosen, strict=True))
-            yield from ((layout, joined) for joined in _joined(whole, chosen))
+def _assembled(axes: Sequence[str], stacked: Tensor) -> Iterator[tuple[Layout, Tensor]]:
+    """Yields the global values that the ranks' may be, stacked along a dim for each axis.
+
+    Axes that shard one dim are taken in each order.
+    """
+    if not axes:
+        yield (), stacked
+    for at, axis in enumerate(axes):
+        rest = (*axes[:at], *axes[at + 1 :])
+        for how, whole in _joined(axis, at, len(rest), stacked):
+            yield from (((how, *layout), found) for layout, found in _assembled(rest, whole))
 
 
-def _reduced(stacked: Tensor, chosen: Sequence[tuple[str, int]]) -> Tensor | None:
-    """Sums addends, and requires that copies are equal; keeps a dim of length 1 for them."""
-    for at, (how, _) in enumerate(chosen):
-        if how == "addend":
-            stacked = stacked.sum(at, keepdim=True)
-        elif how == "equal":
-            first = stacked.narrow(at, 0, 1)
-            if not torch.allclose(first.expand_as(stacked), stacked, equal_nan=True):
-                return None
-            stacked = first
-    return stacked
-
-
-def _joined(stacked: Tensor, chosen: Sequence[tuple[str, int]]) -> Iterator[Tensor]:
-    """Yields the shards side by side, the axes of one dim in each order."""
-    num_axes = len(chosen)
-    by_dim: dict[int, list[int]] = {}
-    for at, (how, dim) in enumerate(chosen):
-        if how == "shard":
-            by_dim.setdefault(dim, []).append(at)
-    rest = [at for at, (how, _) in enumerate(chosen) if how != "shard"]
-    for orders in product(*(permutations(each) for each in by_dim.values())):
-        order = dict(zip(by_dim, orders, strict=True))
-        dims, shape = list(rest), []
-        for dim in range(stacked.ndim - num_axes):
-            group = [*order.get(dim, ()), num_axes + dim]
-            dims += group
-            shape.append(prod(stacked.shape[at] for at in group))
-        yield stacked.permute(dims).reshape(shape)
+def _joined(axis: str, at: int, others: int, stacked: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields what the values along one axis make: one of equal ones, shards joined, or a sum."""
+    values = stacked.unbind(at)
+    if at == 0 and all(torch.allclose(x, values[0], equal_nan=True) for x in values):
+        yield "", values[0]
+    for dim in range(stacked.ndim - 1 - others):
+        yield f"a shard of dim {dim} over {axis!r} of", torch.cat(values, others + dim)
+    if at == 0 and is_smooth(stacked):
+        yield f"an addend over {axis!r} of", stacked.sum(0)

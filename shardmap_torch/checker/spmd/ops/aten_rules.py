@@ -194,8 +194,6 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (indexing.select, "select.int unbind.int select_copy.int unbind_copy.int"),
         (indexing.split, "split.Tensor split_with_sizes unsafe_split.Tensor split_copy.Tensor"),
         (indexing.split, "unsafe_split_with_sizes split_with_sizes_copy"),
-        (indexing.diagonal, "diagonal diagonal_copy"),
-        (indexing.windows, "unfold"),
         (indexing.repeat, "repeat"),
         (letters.convolve, "convolution"),
         (letters.group_norm, "native_group_norm"),
@@ -208,7 +206,6 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (letters.product("bmk,bkn->bmn"), "bmm baddbmm"),
         (letters.product("mk,k->m"), "mv addmv"),
         (letters.product("k,k->"), "dot vdot"),
-        (letters.grouped_products, "_grouped_mm"),
     )
     for op in overloads(names)
 }

@@ -16,7 +16,6 @@ from shardmap_torch.checker.spmd.layout import (
     fill,
     merged,
     step_of,
-    unsharded,
 )
 from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
@@ -206,24 +205,6 @@ def split(step: Step) -> list[Sharded]:
         part = tuple(merged([(None, count), *block]))
         found.append(Sharded((*x.dims[:dim], part, *x.dims[dim + 1 :])))
     return found
-
-
-def diagonal(step: Step) -> list[Sharded]:
-    """Lays out a diagonal of two dims, which must be unsharded."""
-    (x,) = step.shards
-    digits_taken = [_require_all(x, step.arguments[name]) for name in ("dim1", "dim2")]
-    ((_, global_shape),) = step.results
-    kept = [each for dim, each in enumerate(x.dims) if dim not in digits_taken]
-    return [Sharded((*kept, unsharded(global_shape[-1])))]
-
-
-def windows(step: Step) -> list[Sharded]:
-    """Lays out `x.unfold(dim, size, step)`: windows over a dim, which must be unsharded."""
-    (x,) = step.shards
-    dim = _require_all(x, step.arguments["dimension"])
-    ((_, global_shape),) = step.results
-    inner = unsharded(global_shape[-1])
-    return [Sharded((*x.dims[:dim], unsharded(global_shape[dim]), *x.dims[dim + 1 :], inner))]
 
 
 def unsqueeze(step: Step) -> list[Sharded]:
