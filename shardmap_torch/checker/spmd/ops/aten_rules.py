@@ -194,6 +194,7 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (indexing.select, "select.int unbind.int select_copy.int unbind_copy.int"),
         (indexing.split, "split.Tensor split_with_sizes unsafe_split.Tensor split_copy.Tensor"),
         (indexing.split, "unsafe_split_with_sizes split_with_sizes_copy"),
+        (indexing.diagonal, "diagonal diagonal_copy"),
         (indexing.repeat, "repeat"),
         (letters.convolve, "convolution"),
         (letters.group_norm, "native_group_norm"),

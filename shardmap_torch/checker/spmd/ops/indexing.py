@@ -16,6 +16,7 @@ from shardmap_torch.checker.spmd.layout import (
     fill,
     merged,
     step_of,
+    unsharded,
 )
 from shardmap_torch.checker.spmd.ops.advice import NUMBER
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
@@ -205,6 +206,15 @@ def split(step: Step) -> list[Sharded]:
         part = tuple(merged([(None, count), *block]))
         found.append(Sharded((*x.dims[:dim], part, *x.dims[dim + 1 :])))
     return found
+
+
+def diagonal(step: Step) -> list[Sharded]:
+    """Lays out a diagonal of two dims, which must be unsharded."""
+    (x,) = step.shards
+    whole = [_require_all(x, step.arguments[name]) for name in ("dim1", "dim2")]
+    ((_, global_shape),) = step.results
+    kept = [each for dim, each in enumerate(x.dims) if dim not in whole]
+    return [Sharded((*kept, unsharded(global_shape[-1])))]
 
 
 def unsqueeze(step: Step) -> list[Sharded]:
