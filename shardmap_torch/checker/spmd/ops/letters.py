@@ -60,7 +60,10 @@ def contract(
             found.setdefault(letter, []).append(dim)
     dims = {letter: agreed(each, f"dim {letter}") for letter, each in found.items()}
     for letter, dim in dims.items():
-        if (letter.isupper() and axes_of(dim)) or (letter not in output and _is_equal(letter, dim)):
+        is_mixed = letter.isupper()
+        is_summed = letter.islower() and letter not in output
+        # Of equal entries, which any sharding suits, a rank has another number.
+        if (is_mixed and axes_of(dim)) or (dim == ANY and (is_mixed or is_summed)):
             what = (words or {}).get(letter)
             told = f"{what}, and they are" if what else "entries along a dim that is"
             raise UnrelatedError(f"it mixes all {told} sharded", fix)
@@ -68,11 +71,6 @@ def contract(
     partial = frozenset(axis for dim in summed for axis in axes_of(dim))
     pairs = zip_longest(output.split(","), results, fillvalue="")
     return [Sharded(_result(term, shape, dims), partial) for term, shape in pairs]
-
-
-def _is_equal(letter: str, dim: Dim) -> bool:
-    """Returns whether a dim that is summed or mixed has equal entries, as many as a rank needs."""
-    return dim == ANY and not letter.isdigit()
 
 
 def _letters(term: str, rank: int) -> list[str]:

@@ -176,6 +176,13 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         P(),
         _KERNEL,
     ),
+    "the edges of equal rows": (
+        lambda x, w: functional.conv1d(x.new_ones(1, 1, x.shape[0]), w, padding=1)[0, 0] * x,
+        (numbers(4), numbers(1, 1, 3)),
+        (P("a"), P()),
+        P("a"),
+        _KERNEL[:-12],
+    ),
     "bias of a pending sum": (
         biased,
         (X, KERNEL, numbers(6)),
