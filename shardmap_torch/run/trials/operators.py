@@ -346,7 +346,7 @@ def limits(name: str, arguments: Mapping[str, Any]) -> Sequence[tuple[Tensor, An
 
     How far around is said too.
     """
-    if name == "embedding" and arguments["padding_idx"] >= 0:
+    if name in ("embedding", "_embedding_bag") and arguments["padding_idx"] >= 0:
         return [(arguments["indices"], arguments["padding_idx"], (0,))]
     if name not in COMPARED:
         return []

@@ -63,8 +63,9 @@ def after(name: str, move: Move) -> State:
     collective = move.collective
     if name == "ragged":  # rows beyond those that are sent become zeros, also on one rank
         raise UnrelatedError("its rows go to the ranks that data names", _WRAP)
-    if not move.axes and collective.tiled:
-        return move.x.dims, move.partial
+    if not move.axes and (collective.tiled or name == "gather"):
+        at, dims = collective.dim, move.x.dims
+        return (dims if collective.tiled else (*dims[:at], (), *dims[at:])), move.partial
     if len(set(collective.sizes or ()) | set(collective.concat_sizes or ())) > 1:
         raise UnrelatedError("its sizes are uneven, and ranks hold padding", _WRAP)
     if not collective.tiled:
