@@ -207,6 +207,7 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (letters.product("bmk,bkn->bmn"), "bmm baddbmm"),
         (letters.product("mk,k->m"), "mv addmv"),
         (letters.product("k,k->"), "dot vdot"),
+        (letters.grouped_products, "_grouped_mm"),
     )
     for op in overloads(names)
 }

@@ -127,6 +127,20 @@ EACH: Final = {
 """Operations on each of the tensors that the last dims, as many as this, hold."""
 
 
+def grouped_products(step: Step) -> list[Sharded]:
+    """Lays out products of groups of rows, or of columns, whose ends each rank must have."""
+    first, second = step.arguments["self"], step.arguments["mat2"]
+    offsets = step.arguments["offs"]
+    equation = _GROUPED.get((len(first.dims), len(second.dims)))
+    if equation is None or (offsets is not None and axes_of(offsets.dims[0])):
+        raise UnrelatedError("it divides a sharded dim into groups", WRAP)
+    return contract(equation, [first.dims, second.dims], [step.results[0][1]])
+
+
+_GROUPED: Final = {(2, 3): "Mk,Gkn->Mn", (2, 2): "mK,Kn->Gmn", (3, 3): "gmk,gkn->gmn"}
+"""Products of groups by the numbers of dims; of two matrices each group gives one more."""
+
+
 # ------------------------------------------------------------------- convolutions and norms
 
 _HALO = (
