@@ -224,7 +224,7 @@ def exit_of(relation: Relation, x: Tensor) -> Exit | None:
         return None
     if known is None or sums.loose:
         raise UnrelatedError("it means nothing on one device")
-    shard = next(iter(known.shards.values()))
+    shard = next(iter(known.values()))
     return Exit(shard.dims, sums.partial)
 
 
