@@ -33,7 +33,7 @@ from shardmap_torch.validate.numbers import differ, tolerance_of
 
 Key = tuple[Any, ...]
 Layout = tuple[str, ...]
-"""What values along each axis are, in words; "" for equal ones."""
+"""Words for the values along each axis; "" for equal ones."""
 
 _RANKS: Final = 64
 _RESULT: Final = "the result"

@@ -30,7 +30,7 @@ from shardmap_torch.checker.spmd.layout import (
 from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step
 
 Words = Mapping[str, str]
-"""What dims of a letter are, for messages."""
+"""Nouns for dims of a letter, for messages."""
 
 _FRONT: Final = "..."
 """Stands for the dims in front, which are those of all operands."""
