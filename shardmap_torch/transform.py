@@ -517,8 +517,13 @@ class _Body:
 
     def _found(self, mesh: Mesh, leaves: list[Any], structure: Structure, found: Found) -> Call:
         """Makes a call of what a check of it finds."""
+        function = self._function
+        if found.averages:
+            from shardmap_torch.run.safety.ignored_targets import counting_all
+
+            function = counting_all(self._name, function)
         return Call(
-            self._function,
+            function,
             self._name,
             mesh,
             found.bound,

@@ -22,7 +22,13 @@ _ATTENTIONS: Final = (
 )
 """Operators of [sequences, heads, positions, features], and of logarithms without features."""
 
+_attend_by_formula: Final = _aten._scaled_dot_product_attention_math.default
+"""What torch calls where a mask needs a gradient, which vmap hides from it."""
+
 _BATCHED: Final = "FuncTorchBatched"
+
+_OWN: Final[set[OpOverload]] = set()
+"""Operators that have their rule from us."""
 
 
 @memo
@@ -34,8 +40,15 @@ def add_batching_rules() -> Library:
     library = Library("aten", "IMPL")
     for op in _ATTENTIONS:
         if not has_kernel(op.name(), _BATCHED):
+            _OWN.add(op)
             library.impl(op, partial(_attend, op), _BATCHED)
     return library
+
+
+def batches_learned_masks(device: torch.device) -> bool:
+    """Returns whether attention of all ranks gives a mask its gradient: by a rule of ours."""
+    add_batching_rules()
+    return device.type == "cpu" and _ATTENTIONS[0] in _OWN
 
 
 def _attend(op: OpOverload, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -48,7 +61,12 @@ def _attend(op: OpOverload, *args: Any, attn_mask: Tensor | None = None, **kwarg
     with under_vmap():
         own = [_folded(x, dim, count) for x, dim in operands]
         shared = [_folded_mask(x, dim, count, len(own[0]) // count) for x, dim in masks]
-        results = op(*own, *options, attn_mask=shared[0] if shared else None, **kwargs)
+        mask = shared[0] if shared else None
+        if mask is not None and mask.requires_grad:  # for which the kernel has no gradient
+            out = _attend_by_formula(*own, mask, *options, **kwargs)[0]
+            results = (out, out[..., 0])  # nobody reads the logarithms of what it does not save
+        else:
+            results = op(*own, *options, attn_mask=mask, **kwargs)
         parts = [y.unflatten(0, (count, len(y) // count)) for y in results]
     return tuple(functorch._add_batch_dim(y, 0, level) for y in parts)
 

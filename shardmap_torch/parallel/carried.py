@@ -46,9 +46,35 @@ _VIT: Final[Mapping[str, Style]] = {
     "layers.*.mlp.fc2": "rowwise",
 }
 
+_BART: Final[Mapping[str, Style]] = {
+    "shared": "embedding_rowwise",
+    "*.embed_tokens": "embedding_rowwise",
+    **{
+        f"{stack}layers.*.{name}": style
+        for stack in ("encoder.", "decoder.", "*.encoder.")
+        for name, style in (
+            ("*attn", LocalAttributes("num_heads")),
+            ("*attn.[qkv]_proj", "colwise"),
+            ("*attn.out_proj", "rowwise"),
+            ("fc1", "colwise"),
+            ("fc2", "rowwise"),
+            ("mlp.fc1", "colwise"),
+            ("mlp.fc2", "rowwise"),
+        )
+    },
+}
+"""Encoders and decoders with the names that fairseq gave their parts."""
+
 DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Style], Mapping[str, Style]]]] = {
     "gpt2": (_GPT2, {"lm_head": "colwise_gather_output"}),
     "bert": (_BERT, {"cls.predictions.decoder": "colwise_gather_output"}),
+    **dict.fromkeys(
+        ("roberta", "xlm-roberta", "camembert"),
+        (_BERT, {"lm_head.decoder": "colwise_gather_output"}),
+    ),
+    **dict.fromkeys(("opt", "bart", "mbart"), (_BART, {"lm_head": "colwise_gather_output"})),
+    "whisper": (_BART, {"proj_out": "colwise_gather_output"}),
+    "clip": (_BART, {}),
     "t5": (_T5, {"lm_head": "colwise_gather_output"}),
     "vit": (_VIT, {}),
 }

@@ -167,6 +167,7 @@ class Found:
         compared: what processes compare before each run of the graph; None where there is nothing.
         number: of `compared`, in `_COMPARED`.
         plain: positions of the plain tensors, which are compared too.
+        averages: whether it averages losses, whose targets the graph reads.
     """
 
     bound: frozenset[str]
@@ -179,6 +180,7 @@ class Found:
     compared: "Compared | None" = None
     number: int = 0
     plain: tuple[int, ...] = ()
+    averages: bool = False
 
     def follow(self) -> "TraceMonitor":
         """Makes the monitor that compares a trace with the checked program."""
@@ -260,7 +262,9 @@ def _check(asked: Asked, mesh: Mesh, outline: Tree, shapes: Shapes | None, *desc
         compared = Compared(own, describe(call, verdict))
     number = 0 if compared is None else compared.number
     found = Found(call.bound, call.mapped, match, exits, verdict.sharing, verdict.start, cannot)
-    return asked.keep(replace(found, compared=compared, number=number, plain=plain))
+    averages = verdict.traits.averages
+    found = replace(found, compared=compared, number=number, plain=plain, averages=averages)
+    return asked.keep(found)
 
 
 _CPU: Final = torch.device("cpu")
@@ -331,11 +335,6 @@ def _obstacles(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
         yield (
             "it draws from torch's default generator, which ranks share by their types when they "
             "run uncompiled only; draw from a key of shardmap_torch.random"
-        )
-    if verdict.traits.averages:
-        yield (
-            "it averages a cross entropy over a sharded dim, and uncompiled runs look whether a "
-            "target is ignored; take reduction='sum', and divide by the global number of targets"
         )
     if verdict.refusal is not None:
         yield (

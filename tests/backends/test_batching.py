@@ -74,6 +74,18 @@ def test_masks_are_sharded_as_heads_and_sequences_are(shape: tuple[int, ...]) ->
     torch.testing.assert_close(f(Q, K, V, mask), attend(Q, K, V, mask), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(3, 3), (1, 1, 3, 3), (1, 8, 3, 3), (2, 8, 3, 3)])
+def test_a_mask_that_is_learned_gets_its_gradient(shape: tuple[int, ...]) -> None:
+    """torch's kernel for CPU has none for a mask, and under vmap it would be taken."""
+    bias = random(shape, 3)
+    sharded = [None if n == 1 else a for n, a in zip(shape, ("dp", "tp"), strict=False)]
+    spec = P() if len(shape) == 2 else P(*sharded)
+    actual = outside(scaled_dot_product_attention, (*(HEADS,) * 3, spec), Q, K, V, bias)
+    expected = on_one_device(scaled_dot_product_attention, Q, K, V, bias)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 class Calls(TorchDispatchMode):
     """Counts the operators that run."""
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.debug import CommDebugMode
 
 from shardmap_torch import Mesh, parallel
 from tests.programs.support.harness import global_value, random
@@ -43,27 +44,39 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A module's result on one process, and the gradients of a weighted sum of it."""
+    """A module's result on one process, and the gradients of a weighted sum of it.
+
+    Attributes:
+        placements: of the results.
+        values: the results.
+        parameters: gradients by name.
+        inputs: gradients.
+        moves: collectives of the forward and of the backward.
+        pending: how many gradients of parameters are sums that are still to be taken.
+    """
 
     placements: list[tuple[Placement, ...] | None]
     values: list[Tensor]
     parameters: dict[str, Tensor | None]
     inputs: list[Tensor | None]
+    moves: tuple[int, int] = (0, 0)
+    pending: int = 0
 
 
-def by_torch(row: Row, mesh: Mesh, rank: int) -> Outcome:
+def by_torch(row: Row, mesh: Mesh, rank: int, **options: Any) -> Outcome:
     def prepare(module: nn.Module) -> nn.Module:
         return torch_parallel.parallelize_module(module, mesh.device_mesh, row.plan(torch_parallel))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _run(row, prepare, rank)
+        return _run(row, prepare, rank, **options)
 
 
-def by_us(row: Row, mesh: Mesh, rank: int) -> Outcome:
+def by_us(row: Row, mesh: Mesh, rank: int, **options: Any) -> Outcome:
     # Each rank has inputs of its own here, replicated ones too, which torch lets pass.
     with mock.patch.dict(os.environ, SHARDMAP_DEBUG="0"):
-        return _run(row, lambda m: parallel.parallelize(m, mesh, row.plan(parallel)), rank)
+        prepare = partial(parallel.parallelize, mesh=mesh, plan=row.plan(parallel))
+        return _run(row, prepare, rank, **options)
 
 
 def assert_same(name: str, actual: Outcome, expected: Outcome) -> None:
@@ -85,17 +98,32 @@ def _assert_close(name: str, actual: Tensor | None, expected: Tensor | None) -> 
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=note)
 
 
-def _run(row: Row, prepare: Callable[[nn.Module], nn.Module], rank: int) -> Outcome:
+def _run(
+    row: Row,
+    prepare: Callable[[nn.Module], nn.Module],
+    rank: int,
+    frozen: Callable[[str], bool] = lambda name: False,
+    rounds: int = 1,
+    lr: float = 0.0,
+) -> Outcome:
+    """Returns the outcome of the last round; each one before it is followed by a step of SGD."""
     torch.manual_seed(0)
     module = prepare(row.module())
+    for name, p in module.named_parameters():
+        p.requires_grad_(not frozen(name))
     args = [_input(like, 10 * i + rank) for i, like in enumerate(row.inputs)]
     kwargs = {k: _input(x, 100 + rank) for k, x in row.kwargs.items()}
-    out = module(*args, **kwargs)
-    outputs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
+    inputs = [x for x in (*args, *kwargs.values()) if x.is_floating_point()]
+    outputs, moves = _round(module, args, kwargs)
+    for _ in range(rounds - 1):
+        for p in module.parameters():
+            if p.grad is not None:
+                torch.optim.SGD([p], lr, foreach=False).step()
+        for x in (*module.parameters(), *inputs):
+            x.grad = None
+        outputs, moves = _round(module, args, kwargs)
+    parameters = [*module.parameters()]
     local = [y.to_local() if isinstance(y, DTensor) else y for y in outputs]
-    # What follows a replicated output is the same on all ranks, what follows a shard is not.
-    parts = [(y * random(y.shape, 1000)).sum() for y in local]
-    torch.stack(parts).sum().backward()
     if row.is_sum:
         local = [y.detach().clone() for y in local]
         for y in local:
@@ -104,8 +132,26 @@ def _run(row: Row, prepare: Callable[[nn.Module], nn.Module], rank: int) -> Outc
         [y.placements if isinstance(y, DTensor) else None for y in outputs],
         [y.detach() for y in local],
         {name: _grad(p) for name, p in module.named_parameters()},
-        [_grad(x) for x in [*args, *kwargs.values()] if x.is_floating_point()],
+        [_grad(x) for x in inputs],
+        moves,
+        sum(any(x.is_partial() for x in getattr(p.grad, "placements", ())) for p in parameters),
     )
+
+
+def _round(module: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], tuple[int, int]]:
+    """Returns the outputs after a backward, and the numbers of collectives."""
+    # A hook of CommDebugMode warns where no input of a module needs a gradient.
+    warnings.filterwarnings("ignore", "Full backward hook is firing")
+    with CommDebugMode() as forward:
+        out = module(*args, **kwargs)
+    outputs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor)]
+    local = [y.to_local() if isinstance(y, DTensor) else y for y in outputs]
+    # What follows a replicated output is the same on all ranks, what follows a shard is not.
+    parts = [(y * random(y.shape, 1000)).sum() for y in local]
+    with CommDebugMode() as backward:
+        if any(part.requires_grad for part in parts):
+            torch.stack(parts).sum().backward()
+    return outputs, (forward.get_total_counts(), backward.get_total_counts())
 
 
 def _input(like: Any, seed: int) -> Tensor:

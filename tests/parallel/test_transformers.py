@@ -11,6 +11,7 @@ from shardmap_torch import Mesh, make_mesh, parallelize
 from tests.parallel.support.transformers_models import (
     CONFIGS,
     DECODERS,
+    OTHERS,
     make_batch,
     make_model,
 )
@@ -56,6 +57,18 @@ EXPERTS = {"experts_implementation": "batched_mm"}  # that by default computes i
 @pytest.mark.parametrize("name", CONFIGS)
 def test_three_steps_on_simulated_ranks_are_those_of_one_device(name: str) -> None:
     trains_alike(name, SIMULATED, **EXPERTS if name == "mixtral" else {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_those_of_one_device_too(name: str) -> None:
+    one = make_model(name).double()
+    ours = parallelize(copy.deepcopy(one), SIMULATED)
+    for model in (ours, one):
+        model(**make_batch(name)).loss.backward()
+    for (key, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
+        # Routers compute in 32 bits.
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-7, atol=1e-7, msg=f"{name}: {key}")
 
 
 def on_processes(name: str) -> None:

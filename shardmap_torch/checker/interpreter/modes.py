@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from shardmap_torch.backends.batching import batches_learned_masks
 from shardmap_torch.checker.interpreter import custom_functions, gradients, proposals, scalars
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted
 from shardmap_torch.checker.interpreter.interpreter import (
@@ -90,14 +91,16 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         yield
 
 
-def _has_learned_mask(
+def _lacks_gradient_of_mask(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **_: Any
 ) -> bool:
-    """Returns whether a mask of attention needs a gradient.
+    """Returns whether a mask of attention needs a gradient that no batched body computes.
 
     torch takes a formula that has one then, but where torch.func.vmap hides that it is needed.
     """
-    return attn_mask is not None and can_receive_gradient(attn_mask)
+    if attn_mask is None or not can_receive_gradient(attn_mask):
+        return False
+    return not batches_learned_masks(attn_mask.device)
 
 
 _READ_ONLY: Final = {
@@ -155,7 +158,7 @@ class _Functions(TorchFunctionMode):
             func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2)))
         ):
             self._interpreter.needs_ranks(name_of_hook(func) if func in HOOKS else "")
-        if func is scaled_dot_product_attention and _has_learned_mask(*args, **kwargs):
+        if func is scaled_dot_product_attention and _lacks_gradient_of_mask(*args, **kwargs):
             self._interpreter.needs_ranks("attention with a mask that needs a gradient")
         special = _SPECIAL.get(func)
         if special is not None:

@@ -7,8 +7,7 @@ accepted for that reason, and each run looks whether a target is `ignore_index`.
 
 from collections.abc import Callable
 from functools import wraps
-from inspect import signature
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
-
-_SIGNATURES: Final = {function: signature(function) for function in READING_TARGETS}
 
 
 def counting_all(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,25 +39,63 @@ class _Counting(TorchFunctionMode):
         self._name = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in READING_TARGETS:
-            self._require_all(func, _SIGNATURES[func].bind(*args, **(kwargs or {})).arguments)
-        return func(*args, **(kwargs or {}))
+            target = self._counted(func, *_targets(*args, **kwargs))
+            if "target" in kwargs:
+                kwargs = {**kwargs, "target": target}
+            else:
+                args = (args[0], target, *args[2:])
+        return func(*args, **kwargs)
 
-    def _require_all(self, func: Any, arguments: dict[str, Any]) -> None:
-        target, index = arguments["target"], arguments.get("ignore_index", -100)
-        if arguments.get("reduction", "mean") != "mean" or target.is_floating_point():
-            return
-        if _any_is(target, index):
-            raise ShardTypeError(
-                f"{self._name}: check='global': {func.__name__} averages over a sharded dim, and "
-                f"a target is ignore_index={index}: shards that leave out different numbers of "
-                "entries have means of different weights.\n"
-                f"  at {call_site()}\n"
-                "Fix: take reduction='sum', all_reduce it, and divide by the number of entries "
-                "that count: all_reduce((target != ignore_index).sum(), axis, dst=I)."
-            )
+    def _counted(self, func: Any, target: Tensor, index: int, reduction: str) -> Tensor:
+        """Returns the targets, which are read here; in a graph, where that runs."""
+        if reduction != "mean" or target.is_floating_point():
+            return target
+        if torch.compiler.is_dynamo_compiling():
+            return _read(target, index, self._name, func.__name__)
+        with DisableTorchFunction(), torch.no_grad():
+            _require_all(base_of(target), index, self._name, func.__name__, f"\n  at {call_site()}")
+        return target
 
 
-def _any_is(target: Tensor, index: int) -> bool:
-    with DisableTorchFunction(), torch.no_grad():
-        return bool((base_of(target) == index).any())
+def _targets(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, int, str]:
+    """Returns what of a loss's arguments decides whether a target is left out."""
+    return target, ignore_index, reduction
+
+
+def _require_all(target: Tensor, index: int, name: str, loss: str, where: str = "") -> None:
+    if bool((target == index).any()):
+        raise ShardTypeError(
+            f"{name}: check='global': {loss} averages over a sharded dim, and "
+            f"a target is ignore_index={index}: shards that leave out different numbers of "
+            f"entries have means of different weights.{where}\n"
+            "Fix: take reduction='sum', all_reduce it, and divide by the number of entries "
+            "that count: all_reduce((target != ignore_index).sum(), axis, dst=I)."
+        )
+
+
+@torch.library.custom_op("shardmap_torch::read_targets", mutates_args=())
+def _read(target: Tensor, index: int, name: str, loss: str) -> Tensor:
+    """Reads targets where a graph has them; a copy, which the loss takes, keeps this in the graph."""
+    _require_all(target, index, name, loss)
+    return target.clone()
+
+
+@_read.register_fake
+def _read_nothing(target: Tensor, index: int, name: str, loss: str) -> Tensor:
+    return torch.empty_like(target)
+
+
+@_read.register_vmap
+def _read_all(info: Any, in_dims: Any, target: Tensor, index: int, name: str, loss: str) -> Any:
+    return _read(target, index, name, loss), in_dims[0]

@@ -168,6 +168,46 @@ def embeddings_scattered_over_another_group(right: bool) -> Any:
     return forward
 
 
+@bug((P(), P()), P(), (4, 6), (4,))
+def a_padding_mask_scattered_over_another_group(right: bool) -> Any:
+    """Megatron-LM 7452 (5): beside hidden states that are scattered over the right one."""
+
+    def forward(x: Tensor, mask: Tensor) -> Tensor:
+        part = convert(x, "tp", src=R, dst=V, dim=0)
+        own = convert(mask, "tp" if right else "dp", src=R, dst=V, dim=0)  # wrong
+        return all_gather(part * own[:, None], "tp", dim=0, dst=I)
+
+    return forward
+
+
+@bug((P(), P(), P(), P()), P(), (4, 6), (5, 6), (6, 8), (8, 6))
+def cross_attention_whose_projections_have_another_group(right: bool) -> Any:
+    """Megatron-LM 7452 (6): its output is summed over the right one."""
+
+    def forward(x: Tensor, memory: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        axis = "tp" if right else "dp"
+        own = convert(up, axis, src=R, dst=V, dim=1)
+        heads = (x @ own).tanh() * (memory @ own).mean(0)
+        out = heads @ convert(down, axis, src=R, dst=V, dim=0)
+        return all_reduce(out, "tp", dst=I)  # wrong
+
+    return forward
+
+
+@bug((COLUMNS, COLUMNS), COLUMNS, (3, 4), (3, 4))
+def keys_gathered_over_the_group_of_another_batch(right: bool) -> Any:
+    """Megatron-LM 7452 (13): an evaluation's own context group is forgotten after a batch."""
+
+    def attend(queries: Tensor, keys: Tensor) -> Tensor:
+        if right:
+            every = all_gather(keys, "tp", dim=1, dst=R)
+        else:
+            every = all_gather(keys, "dp", dim=1, dst=R)  # wrong
+        return (torch.softmax(queries.T @ every, -1) @ every.T).T
+
+    return attend
+
+
 @bug((LAST, LAST), P(), (4,), (8, 6))
 def a_sharded_parameter_left_out_of_the_norm(right: bool) -> Any:
     """Megatron-LM 7452 (8), 5916: only the first rank's part counts."""

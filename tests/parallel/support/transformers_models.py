@@ -53,15 +53,74 @@ CONFIGS: Final[Mapping[str, tuple[str, str, dict[str, Any]]]] = {
 }
 """The class of a model, that of its configuration, and arguments of this."""
 
+_EXPERTS: Final = {
+    **{"moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    "experts_implementation": "batched_mm",  # by default they compute in 32 bits at most
+}
+_STACKS: Final = {
+    **{"vocab_size": 64, "d_model": 32, "dropout": 0.0, "attention_dropout": 0.0},
+    **{f"{stack}_attention_heads": 4 for stack in ("encoder", "decoder")},
+    **{f"{stack}_ffn_dim": 64 for stack in ("encoder", "decoder")},
+    **{f"{stack}_layers": 1 for stack in ("encoder", "decoder")},
+}
+OTHERS: Final[Mapping[str, tuple[str, str, dict[str, Any]]]] = {
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", GROUPED),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**GROUPED, **_EXPERTS, "head_dim": 8, "num_experts": 4},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            **{**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+            "experts_implementation": "batched_mm",
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **{**SIZES, **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4},
+            **{"n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16},
+            **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            **{"vocab_size": 64, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64},
+            **{"num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0},
+        },
+    ),
+    "bart": ("BartForConditionalGeneration", "BartConfig", _STACKS),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**SIZES, **NO_DROPOUT}),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            **{**_STACKS, "num_mel_bins": 8, "max_source_positions": 8},
+            **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+            "decoder_start_token_id": 1,
+        },
+    ),
+}
+"""Models that are tried once, with gradients: as those of users that we have not thought of."""
+
 DECODERS: Final = [name for name in CONFIGS if name not in ("bert", "vit")]
 
 
 def make_model(name: str, num_layers: int = 2, **changes: Any) -> Any:
-    model, config, sizes = CONFIGS[name]
+    model, config, sizes = {**CONFIGS, **OTHERS}[name]
     layers = {"gpt2": "n_layer", "t5": "num_layers"}.get(name, "num_hidden_layers")
+    own = {**sizes, **({} if sizes is _STACKS else {layers: num_layers}), **changes}
     torch.manual_seed(0)
     make: Callable[..., Any] = getattr(hf, model)
-    return make(getattr(hf, config)(**sizes, **{layers: num_layers}, **changes))
+    return make(getattr(hf, config)(**own))
 
 
 def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
@@ -71,6 +130,9 @@ def make_batch(name: str, seed: int = 0) -> dict[str, Tensor]:
         pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
         return {"pixel_values": pixels, "labels": torch.tensor([1, 3])}
     ids = torch.randint(3, 64, (2, 8), generator=generator)
+    if name == "whisper":
+        sounds = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
+        return {"input_features": sounds, "labels": ids}
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
