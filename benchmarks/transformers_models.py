@@ -2,11 +2,12 @@
 
     .venv/bin/python -m benchmarks.transformers_models [names]
 
-A forward and a backward of models with random weights, of two layers, 256 features and 8 heads, on
-four sequences of 128 tokens, in float32: later calls, which are checked no more. Two simulated
+A forward and a backward of models with random weights, of two layers, 256 features and 8 heads,
+on four sequences of 128 tokens, in float32: later calls, which are checked no more. Two simulated
 ranks stand beside the same model on one device; two gloo processes beside torch's
-`parallelize_module` by the same plan, where that has only styles that torch knows. Medians of ratios of interleaved rounds. Bytes are what a rank sends forward and backward by the
-checker's account; memory is that of a rank's parameters.
+`parallelize_module` by the same plan, where that has only styles that torch knows. Medians of
+ratios of interleaved rounds. Bytes are what a rank sends forward and backward by the checker's
+account; memory is that of a rank's parameters.
 """
 
 import copy

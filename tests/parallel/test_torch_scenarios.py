@@ -92,7 +92,8 @@ class Stacked(nn.Module):
 
 
 WHOLE = ("ColwiseParallel", {"output_layouts": R})
-COLUMN, ROW = ("ColwiseParallel", {}), ("RowwiseParallel", {})
+COLUMN: tuple[str, dict[str, Any]] = ("ColwiseParallel", {})
+ROW: tuple[str, dict[str, Any]] = ("RowwiseParallel", {})
 IN_PARTS = {
     "net1": ("ColwiseParallel", {"input_layouts": S0}),
     "net2": ("RowwiseParallel", {"output_layouts": S0}),
@@ -344,7 +345,7 @@ def parallelize_module_src_data_rank(mesh: Mesh) -> None:
 
 
 def parallelize_module_with_no_match(mesh: Mesh) -> None:
-    plan = {"net0.hello.world": parallel.ColwiseParallel(), "net1": parallel.ColwiseParallel()}
+    plan: Any = {"net0.hello.world": parallel.ColwiseParallel(), "net1": parallel.ColwiseParallel()}
     with pytest.warns(UserWarning, match="could not be resolved"):
         torch_parallel.parallelize_module(Net(), mesh.device_mesh, plan)
     with pytest.raises(SpecError, match=r"'net0.hello.world' matches no module; the modules in"):
@@ -355,7 +356,8 @@ def under_devicemesh_context(mesh: Mesh) -> None:
     """`use_mesh` in the place of `with device_mesh`."""
     own, x = linear(), random((8, 8), 0)
     plan = parallel.ColwiseParallel(output_layouts=R)
-    with mesh.device_mesh:
+    device_mesh: Any = mesh.device_mesh
+    with device_mesh:
         theirs = torch_parallel.parallelize_module(copy.deepcopy(own), parallelize_plan=plan)
     with use_mesh(mesh):
         ours = parallelize(own, None, plan)

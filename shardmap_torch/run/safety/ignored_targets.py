@@ -53,7 +53,8 @@ class _Counting(TorchFunctionMode):
         if reduction != "mean" or target.is_floating_point():
             return target
         if torch.compiler.is_dynamo_compiling():
-            return _read(target, index, self._name, func.__name__)
+            found: Tensor = _read(target, index, self._name, func.__name__)
+            return found
         with DisableTorchFunction(), torch.no_grad():
             _require_all(base_of(target), index, self._name, func.__name__, f"\n  at {call_site()}")
         return target
@@ -86,7 +87,7 @@ def _require_all(target: Tensor, index: int, name: str, loss: str, where: str = 
 
 @torch.library.custom_op("shardmap_torch::read_targets", mutates_args=())
 def _read(target: Tensor, index: int, name: str, loss: str) -> Tensor:
-    """Reads targets where a graph has them; a copy, which the loss takes, keeps this in the graph."""
+    """Reads targets where a graph has them; the loss takes the copy, so that this stays there."""
     _require_all(target, index, name, loss)
     return target.clone()
 
