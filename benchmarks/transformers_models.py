@@ -26,9 +26,6 @@ from benchmarks.transformers_rank import ROUNDS, make, training
 from shardmap_torch import explain, make_mesh, parallelize
 from tests.parallel.support.transformers_models import CONFIGS
 
-LIMITS: Final = (1.5, 1.2)
-"""What a later call may take beside one device, and beside `parallelize_module`."""
-
 
 def simulated(name: str) -> tuple[dict[str, float], int]:
     """Returns seconds on one device and on two simulated ranks, and the bytes that a rank sends."""

@@ -23,7 +23,7 @@ _ATTENTIONS: Final = (
 """Operators of [sequences, heads, positions, features], and of logarithms without features."""
 
 _attend_by_formula: Final = _aten._scaled_dot_product_attention_math.default
-"""What torch calls where a mask needs a gradient, which vmap hides from it."""
+"""The operator that torch calls where a mask needs a gradient, which vmap hides from it."""
 
 _BATCHED: Final = "FuncTorchBatched"
 
