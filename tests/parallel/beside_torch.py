@@ -52,7 +52,7 @@ class Outcome:
         parameters: gradients by name.
         inputs: gradients.
         moves: collectives of the forward and of the backward.
-        pending: how many gradients of parameters are sums that are still to be taken.
+        pending: how many gradients of parameters are pending sums.
     """
 
     placements: list[tuple[Placement, ...] | None]

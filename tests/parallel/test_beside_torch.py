@@ -10,31 +10,26 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from tests.parallel import models
-from tests.parallel.beside_torch import Plan, Row, assert_same, by_torch, by_us
+from tests.parallel.beside_torch import Row, assert_same, by_torch, by_us
 from tests.parallel.support.plans import (
     LAST,
     S0,
     S1,
     SUM,
     R,
+    embedding,
     encoder_plan,
+    linear,
     llama_plan,
     mlp_plan,
     sequence_plan,
+    style,
 )
 from tests.programs.support.harness import worker_mesh
 from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
 ALL = (R, S0, S1, LAST, SUM)
-
-
-def linear() -> nn.Module:
-    return nn.Linear(8, 16).double()
-
-
-def embedding() -> nn.Module:
-    return nn.Embedding(12, 8).double()
 
 
 def shape(layout: Placement) -> tuple[int, ...]:
@@ -51,10 +46,6 @@ def ids(layout: Placement) -> list[list[int]]:
     if layout == S0:
         return rows[:num_each]
     return [row[:num_each] for row in rows] if layout in (S1, LAST) else rows
-
-
-def style(name: str, **arguments: Any) -> Plan:
-    return lambda package: getattr(package, name)(**arguments)
 
 
 def linears() -> Iterator[tuple[str, Row]]:

@@ -1,10 +1,25 @@
 """Plans that several tests of parallel modules share."""
 
+from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 R, S0, S1, LAST, SUM = Replicate(), Shard(0), Shard(1), Shard(-1), Partial()
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, 16).double()
+
+
+def embedding() -> nn.Module:
+    return nn.Embedding(12, 8).double()
+
+
+def style(name: str, **arguments: Any) -> Callable[[Any], Any]:
+    """Makes the plan of one style, of the package that is passed to it."""
+    return lambda package: getattr(package, name)(**arguments)
 
 
 def mlp_plan(package: Any) -> Any:
