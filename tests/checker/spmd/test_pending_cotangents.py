@@ -23,6 +23,7 @@ from shardmap_torch import (
     vjp,
 )
 from shardmap_torch.nn import fsdp_gather
+from tests.checker.support.one_device import assert_is_refused, numbers
 
 W, X = torch.arange(1.0, 5.0).double(), torch.arange(8.0).double().reshape(2, 4)
 
@@ -132,3 +133,12 @@ def test_other_pull_backs_of_addends_are_refused(
     with pytest.raises(ShardTypeError) as error:
         on_mesh(body, P(), P(), "auto")
     assert reason in str(error.value)
+
+
+def test_a_cotangent_that_each_rank_counts_by_itself_is_refused() -> None:
+    def pulled(x: Tensor) -> Tensor:
+        found: Tensor = torch.func.vjp(torch.sin, x)[1](torch.arange(x.shape[0], dtype=x.dtype))[0]
+        return found
+
+    text = "the cotangent is not sharded like its value"
+    assert_is_refused(pulled, [numbers(4)], P("a"), P("a"), text)
