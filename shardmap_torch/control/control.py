@@ -2,7 +2,7 @@
 
 Before a call's first collective all ranks compare a hash of their history: the functions called,
 their arguments and checked programs, and every collective since. It is one exchange of 40 bytes a
-call, which on two ranks is in flight while the body computes. A backward from outside is compared
+call, which on up to four ranks is in flight while the body computes. A backward from outside is compared
 at its first collective. So no rank sends what another does not expect, which would be wrong
 numbers, or, where sizes differ, the end of the process by gloo.
 """
@@ -190,7 +190,7 @@ class Control:
             digest: hash of the next call.
             text: makes its text for errors.
             doing: its short description.
-            now: waits for the result; else `resolve` does, where there are two ranks.
+            now: waits for the result; else `resolve` does, where there is one round of messages.
             values: those that must be equal on ranks; late ones wait for the next check.
 
         Raises:

@@ -1,11 +1,12 @@
-"""Exchange: all ranks learn whether their numbers are equal, from log2(size) messages each.
+"""Exchange: all ranks learn whether their numbers are equal, from a few messages each.
 
 Over sockets of its own, on the caller's thread. An all-reduce on gloo takes fifteen times as much
 processor time for 32 bytes: it announces each message, and hands it from thread to thread.
 
-Source: the dissemination barrier of Hensgen, Finkel and Manber 1988. In round k rank r sends what
-it knows to rank r + 2**k, and hears from rank r - 2**k; after the last round it knows the smallest
-and the largest number of all ranks.
+Source: the n-way dissemination of Hoefler, Mehlan, Mietke and Rehm 2006 ("Fast barrier
+synchronization for InfiniBand"), after Hensgen, Finkel and Manber 1988. In round k rank r sends
+what it knows to the ranks r + j * 4**k, and hears from the ranks r - j * 4**k, for j = 1, 2, 3;
+after the last round it knows the smallest and the largest number of all ranks.
 """
 
 import errno
@@ -18,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from itertools import takewhile
 from time import monotonic
 from typing import Any, Final, NoReturn
 
@@ -35,6 +35,9 @@ def _message(size: int) -> struct.Struct:
 _TOKEN: Final = 16
 """Bytes of a secret that a connection starts with, which the store tells the other ranks."""
 
+_RANK: Final = 4
+"""Bytes of the number of a rank, which follows."""
+
 _HELLO: Final = 5.0
 """Seconds in which a connection must show it; the ranks send it with the connection."""
 
@@ -42,11 +45,25 @@ _SIOCGIFADDR: Final = 0x8915
 """Linux' request for the IPv4 address of an interface (netdevice(7))."""
 
 
+WAYS: Final = 4
+"""Of the dissemination. Up to four ranks need one round, which they need not wait for at once."""
+
+
+def _rounds(size: int) -> list[list[int]]:
+    """Returns the distances of the ranks that hear of one another in each round."""
+    rounds, step = [], 1
+    while step < size:
+        rounds.append([way * step for way in range(1, WAYS) if way * step < size])
+        step *= WAYS
+    return rounds
+
+
 class Exchange:
     """The connections of one rank: one to each rank that it sends to, one from each it hears.
 
     Attributes:
-        sources: the rank that is heard in each round.
+        sources: the connections that are heard in each round.
+        rank_of: the rank at the other end of a connection.
     """
 
     def __init__(self, store: Any, key: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -55,14 +72,12 @@ class Exchange:
         Raises:
             RuntimeError: a rank did not come in time.
         """
-        steps = [1 << k for k in takewhile(lambda k: 1 << k < size, range(size))]
-        self._targets = [(rank + step) % size for step in steps]
-        self.sources = [(rank - step) % size for step in steps]
-        self._out: list[socket.socket] = []
-        self._in: list[socket.socket] = []
-        self._patience = [0.0] * len(steps)
+        self._targets: list[list[socket.socket]] = []
+        self.sources: list[list[socket.socket]] = []
+        self.rank_of: dict[socket.socket, int] = {}
+        self._patience = 0.0
         try:
-            self._connect(store, key, rank, timeout)
+            self._connect(store, key, rank, size, timeout)
         except OSError as error:
             self.close()
             raise RuntimeError(f"connecting the ranks: {error}") from error
@@ -70,24 +85,33 @@ class Exchange:
             self.close()
             raise
 
-    def _connect(self, store: Any, key: str, rank: int, timeout: timedelta) -> None:
-        end = monotonic() + timeout.total_seconds()
-        with _listener(len(self.sources)) as listener:
+    def _connect(self, store: Any, key: str, rank: int, size: int, timeout: timedelta) -> None:
+        end, rounds = monotonic() + timeout.total_seconds(), _rounds(size)
+        hops = [hop for each in rounds for hop in each]
+        with _listener(len(hops)) as listener:
             token = secrets.token_bytes(_TOKEN)
             host, port = listener.getsockname()[:2]
             store.set(f"{key}/{rank}", json.dumps([host, port, token.hex()]))
-            store.wait([f"{key}/{target}" for target in self._targets], timeout)
-            for number, target in enumerate(self._targets):
-                host, port, secret = json.loads(store.get(f"{key}/{target}"))
-                link = socket.create_connection((host, port), _until(end))
-                self._out.append(link)
-                link.sendall(bytes.fromhex(secret) + bytes([number]))
-            self._in = _accepted(listener, token, len(self.sources), end)
-        for link in (*self._out, *self._in):
+            store.wait([f"{key}/{(rank + hop) % size}" for hop in hops], timeout)
+            for each in rounds:
+                links: list[socket.socket] = []
+                self._targets.append(links)
+                for hop in each:
+                    target = (rank + hop) % size
+                    host, port, secret = json.loads(store.get(f"{key}/{target}"))
+                    link = socket.create_connection((host, port), _until(end))
+                    links.append(link)
+                    self.rank_of[link] = target
+                    link.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK, "little"))
+            found = _accepted(listener, token, {(rank - hop) % size for hop in hops}, end)
+        self.sources = [[found[(rank - hop) % size] for hop in each] for each in rounds]
+        self.rank_of.update({link: source for source, link in found.items()})
+        for link in self.rank_of:
             link.settimeout(None)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for link in self._out:
-            link.setblocking(False)  # a rank is at most one comparison ahead: buffers have space
+        for links in self._targets:
+            for link in links:
+                link.setblocking(False)  # a rank is at most one comparison ahead: there is space
         with suppress(RuntimeError, NotImplementedError):  # every rank that needs it has read it
             store.delete_key(f"{key}/{rank}")
 
@@ -105,63 +129,50 @@ class Exchange:
         return Comparison(self, form, form.pack(number, *low, *high), timeout)
 
     def send(self, turn: int, message: bytes) -> None:
-        """Sends a message of a round."""
-        try:
-            self._out[turn].send(message)
-        except OSError as error:
-            raise RuntimeError(f"sending to rank {self._targets[turn]}: {error}") from error
+        """Sends the message of a round."""
+        for link in self._targets[turn]:
+            try:
+                link.send(message)
+            except OSError as error:
+                raise RuntimeError(f"sending to rank {self.rank_of[link]}: {error}") from error
 
-    def receive(self, turn: int, so_far: bytes, size: int, seconds: float) -> bytes | None:
-        """Receives a message of a round, of so many bytes, of which `so_far` has come.
-
-        Returns:
-            The message, or a part of it; None where nothing came in time.
-
-        Raises:
-            RuntimeError: the connection is closed.
-        """
-        try:
-            self._set_patience(turn, seconds)
-            got = self._in[turn].recv(size - len(so_far))
-        except OSError as error:
-            if error.errno is None:  # that of a signal handler
-                raise
-            if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
-                return None
-            raise RuntimeError(f"receiving from rank {self.sources[turn]}: {error}") from error
-        if not got:
-            raise RuntimeError(f"rank {self.sources[turn]} has closed its connection")
-        return so_far + got
-
-    def _set_patience(self, turn: int, seconds: float) -> None:
-        """Lets the system end a wait: the timeout of Python's sockets asks it twice for a message.
+    def set_patience(self, seconds: float) -> None:
+        """Lets the system end waits: the timeout of Python's sockets asks it twice for a message.
 
         Its error also looks like one of a signal handler.
         """
-        if self._patience[turn] != seconds:
-            self._patience[turn] = seconds
+        if self._patience != seconds:
+            self._patience = seconds
             whole, rest = divmod(int(seconds * 1e6), 1_000_000)
             wait = struct.pack("@ll", whole, max(1, rest) if not whole else rest)
-            self._in[turn].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+            for links in self.sources:
+                for link in links:
+                    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
 
     def close(self) -> None:
         """Closes the connections; the other ranks notice."""
-        for link in (*self._out, *self._in):
+        for link in self.rank_of:
             link.close()
-        self._out, self._in = [], []
+        self._targets, self.sources = [], []
+        self.rank_of.clear()
 
 
 class Comparison:
-    """A comparison that is under way; its first messages travel while the caller goes on."""
+    """A comparison that is under way; its first messages travel while the caller goes on.
+
+    Attributes:
+        differs: after `wait`, whether a rank has other values, or has some that others lack.
+    """
 
     def __init__(
         self, exchange: Exchange, form: struct.Struct, message: bytes, timeout: timedelta
     ) -> None:
         self._exchange, self._form, self._timeout = exchange, form, timeout
-        self._message = message
-        self._turn, self._got, self._end = 0, b"", 0.0
-        self._is_completed = self._differs = False
+        self._message, self._turn, self._end = message, 0, 0.0
+        self._is_completed = self.differs = False
         self._error: RuntimeError | None = None
+        self._got = b""
+        self._silent = exchange.sources[0].copy()
         exchange.send(0, message)
 
     def wait(self, patience: timedelta) -> None:
@@ -173,50 +184,64 @@ class Comparison:
         """
         if self._error is not None:
             raise self._error
-        while self._turn < len(self._exchange.sources):
-            self._hear(patience.total_seconds())
-        self._is_completed = True
-
-    def _hear(self, seconds: float) -> None:
-        """Waits for a message of this round for so long, or until the timeout.
-
-        Raises:
-            RuntimeError: nothing came, or as `wait`.
-        """
+        seconds = patience.total_seconds()
         if self._end:
             seconds = min(seconds, _until(self._end))
+        self._exchange.set_patience(seconds)
         try:
-            got = self._exchange.receive(self._turn, self._got, self._form.size, seconds)
-            if got is not None:
-                self._got = got
-                if len(got) == self._form.size:
-                    self._take(got)
-                return
+            while self._silent:
+                self._hear(self._silent[-1])
+        except OSError as error:
+            if error.errno is None:  # that of a signal handler
+                raise
+            self._stop(error, seconds)
         except RuntimeError as error:
             self._fail(error)
+        self._is_completed = True
+
+    def _hear(self, link: socket.socket) -> None:
+        """Receives a message of this round, or a part of it."""
+        got = link.recv(self._form.size - len(self._got))
+        if got != self._message:
+            got = self._added(link, self._got + got, is_closed=not got)
+            if not got:
+                return
+        self._silent.pop()
+        if not self._silent:
+            self._turn += 1
+            if self._turn < len(self._exchange.sources):
+                self._exchange.send(self._turn, self._message)
+                self._silent = self._exchange.sources[self._turn].copy()
+
+    def _added(self, link: socket.socket, got: bytes, is_closed: bool) -> bytes:
+        """Adds what another rank knows; returns nothing where its message is not whole yet."""
+        source = self._exchange.rank_of[link]
+        if is_closed:
+            raise RuntimeError(f"rank {source} has closed its connection")
+        is_whole = len(got) == self._form.size
+        self._got = b"" if is_whole else got
+        if not is_whole or got == self._message:
+            return got if is_whole else b""
+        self.differs = True
+        number, *mine = self._form.unpack(self._message)
+        other, *theirs = self._form.unpack(got)
+        if other != number:
+            raise RuntimeError(f"rank {source} is at comparison {other}, and this rank at {number}")
+        half = len(mine) // 2
+        low, high = map(min, mine[:half], theirs[:half]), map(max, mine[half:], theirs[half:])
+        self._message = self._form.pack(number, *low, *high)
+        return got
+
+    def _stop(self, error: OSError, seconds: float) -> NoReturn:
+        """Raises the error of a connection on which nothing came for so long, or that is broken."""
+        if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
+            source = self._exchange.rank_of[self._silent[-1]]
+            self._fail(RuntimeError(f"receiving from rank {source}: {error}"))
         now, late = monotonic(), RuntimeError(f"not all ranks have come within {self._timeout}")
         self._end = self._end or now - seconds + self._timeout.total_seconds()
         if now >= self._end:
             self._fail(late)
         raise late
-
-    def _take(self, got: bytes) -> None:
-        """Adds what another rank knows, and goes on to the next round."""
-        if got != self._message:
-            self._differs = True
-            number, *mine = self._form.unpack(self._message)
-            other, *theirs = self._form.unpack(got)
-            if other != number:
-                raise RuntimeError(
-                    f"rank {self._exchange.sources[self._turn]} is at comparison {other}, and this "
-                    f"rank at {number}"
-                )
-            half = len(mine) // 2
-            low, high = map(min, mine[:half], theirs[:half]), map(max, mine[half:], theirs[half:])
-            self._message = self._form.pack(number, *low, *high)
-        self._turn, self._got = self._turn + 1, b""
-        if self._turn < len(self._exchange.sources):
-            self._exchange.send(self._turn, self._message)
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         self._error, self._is_completed = error, True
@@ -225,11 +250,6 @@ class Comparison:
     def is_completed(self) -> bool:
         """Returns whether it has ended, or failed."""
         return self._is_completed
-
-    @property
-    def differs(self) -> bool:
-        """Returns, after `wait`, whether a rank has other values, or has some that others lack."""
-        return self._differs
 
     def are_equal(self) -> list[bool]:
         """Returns, after `wait`, whether each value is the same on all ranks that have it."""
@@ -244,24 +264,25 @@ def _until(end: float) -> float:
 
 
 def _accepted(
-    listener: socket.socket, token: bytes, number: int, end: float
-) -> list[socket.socket]:
-    """Accepts so many connections that show the token, in the order of their rounds."""
+    listener: socket.socket, token: bytes, ranks: set[int], end: float
+) -> dict[int, socket.socket]:
+    """Accepts a connection from each of some ranks, which shows the token."""
     links: dict[int, socket.socket] = {}
     try:
-        while len(links) < number:
+        while len(links) < len(ranks):
             listener.settimeout(_until(end))
             link, _ = listener.accept()
             hello = _hello(link, min(_HELLO, _until(end)))
-            if secrets.compare_digest(hello[:_TOKEN], token):
-                links[hello[_TOKEN]] = link
+            rank = int.from_bytes(hello[_TOKEN:], "little")
+            if secrets.compare_digest(hello[:_TOKEN], token) and rank in ranks:
+                links[rank] = link
             else:
                 link.close()
     except BaseException:
         for link in links.values():
             link.close()
         raise
-    return [links[at] for at in range(number)]
+    return links
 
 
 def _hello(link: socket.socket, seconds: float) -> bytes:
@@ -269,7 +290,7 @@ def _hello(link: socket.socket, seconds: float) -> bytes:
     link.settimeout(seconds)
     hello = b""
     with suppress(OSError):
-        while len(hello) <= _TOKEN and (got := link.recv(_TOKEN + 1 - len(hello))):
+        while got := link.recv(_TOKEN + _RANK - len(hello)):
             hello += got
     return hello
 

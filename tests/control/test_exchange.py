@@ -56,7 +56,7 @@ def compare(ranks: list[Exchange], number: int, values: list[Values]) -> list[li
         return list(pool.map(one, range(len(ranks))))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 18])
 def test_every_rank_learns_which_numbers_are_equal_where_they_are_known(
     size: int, connect: Callable[[int], list[Exchange]]
 ) -> None:
