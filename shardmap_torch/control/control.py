@@ -2,9 +2,9 @@
 
 Before a call's first collective all ranks compare a hash of their history: the functions called,
 their arguments and checked programs, and every collective since. It is one exchange of 40 bytes a
-call, which on up to four ranks is in flight while the body computes. A backward from outside is compared
-at its first collective. So no rank sends what another does not expect, which would be wrong
-numbers, or, where sizes differ, the end of the process by gloo.
+call, which on up to four ranks is in flight while the body computes. A backward from outside is
+compared at its first collective. So no rank sends what another does not expect, which would be
+wrong numbers, or, where sizes differ, the end of the process by gloo.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
