@@ -1,4 +1,4 @@
-"""What it costs that processes compare what they do: empty calls, and steps of the GPT example.
+"""Measures what comparing processes costs: empty calls, and steps of the GPT example.
 
     python -m benchmarks.comparing [--calls-of 4] [--steps-of 2] [--rounds 60]
 
