@@ -12,7 +12,6 @@ from shardmap_torch import (
     I,
     P,
     ShardTypeError,
-    TransformError,
     all_reduce,
     explain,
     make_mesh,
@@ -97,11 +96,13 @@ def test_processes_look_for_ignored_targets_too(gloo: Gloo) -> None:
     assert all("ignore_index=-100" in error.text for error in found)
 
 
-def test_a_call_that_is_compiled_looks_at_no_target_and_is_refused() -> None:
+def test_a_compiled_call_reads_the_targets_too() -> None:
     mesh = make_mesh((2,), ("dp",), kind="simulated")
     f = shard_map(averaged(functional.cross_entropy), mesh=mesh, **SPECS)
-    with pytest.raises(TransformError, match="uncompiled runs look whether a target is ignored"):
-        torch.compile(f, backend="eager", fullgraph=True)(W, X, IDS)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(W, X, IDS), f(W, X, IDS))
+    with pytest.raises(ShardTypeError, match="a target is ignore_index=-100"):
+        compiled(W, X, IDS.index_fill(0, torch.tensor([1]), -100))
 
 
 def test_ignored_targets_are_right_where_the_sum_is_divided_by_their_global_number() -> None:
