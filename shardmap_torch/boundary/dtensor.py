@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardmap_torch.boundary.casts import entry_shards, over
+from shardmap_torch.boundary.cotangents import compare_cotangent
 from shardmap_torch.boundary.placements import Placements, placements_of, spec_of
 from shardmap_torch.collectives.autograd import apply_eager, bind
 from shardmap_torch.collectives.operations import Bind, Collective, Linear, Mover, Saved
@@ -201,6 +202,8 @@ class Leave(Linear):
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         """Brings the cotangent in; that of a partial sum is the same on all ranks."""
+        if self._like is None and self._is_replicated and not torch.compiler.is_compiling():
+            compare_cotangent(self._mesh, grad)
         grad = bind(Enter(self._mesh, _entries_of(self._spec)), grad)
         for collective in over(self._spec.partial, "convert", I, R):  # as in `Enter.pull_back`
             grad = bind(collective, grad)

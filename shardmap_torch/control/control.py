@@ -103,7 +103,7 @@ class Control:
         self._progress = Progress(self.recorder, self._history)
         self._task = -1
         self._pending: tuple[Comparison, _Told] | None = None
-        self._late: Values | None = None
+        self._late: list[Values] = []
         self.era = object()
         self._num_reports = 0
         self._everyone = RankGroup(CHECK, tuple(range(self.size)))
@@ -214,10 +214,14 @@ class Control:
 
     def _compared_now(self, values: Values | None) -> Sequence[Values]:
         """Returns the late values of the check before, and these unless they are late."""
-        late, self._late = self._late, None
-        if values is not None and values.is_late:
-            self._late, values = values, None
-        return [each for each in (late, values) if each is not None]
+        late, self._late = self._late, []
+        if values is not None:
+            (self._late if values.is_late else late).append(values)
+        return late
+
+    def compare_later(self, values: Values) -> None:
+        """Has the next check compare values, too."""
+        self._late.append(values)
 
     def _compare_shards(self, shards: Sequence[int | None], told: _Told) -> None:
         for start in range(0, len(shards), _SHARDS):
@@ -384,7 +388,7 @@ class Control:
         if is_clean:  # no message is in flight, and every rank knows
             self._history.clear()
             self.era = object()
-            self._late = None
+            self._late.clear()
             progress.call = 0, progress.call[1]
             self.recorder.write(self.rank, message)
         else:
@@ -401,7 +405,7 @@ class Control:
         """
         progress = self._progress
         progress.restart()
-        self._pending, self._late, self.era = None, None, object()
+        self._pending, self._late, self.era = None, [], object()
         self._board.touch()
         # Others may be waiting for a message still, for as long, before they call it.
         end = monotonic() + self.timeout.total_seconds() + _GATHER

@@ -98,6 +98,14 @@ def _bits(x: Tensor, turn: int | None) -> bytes | Tensor:
     return _memory(found).tobytes() if x.is_cpu else found
 
 
+def has_bits(x: Tensor) -> bool:
+    """Returns whether it has data that can be read."""
+    if x.layout is not torch.strided or x.is_meta or x.is_nested:
+        return False
+    # Other kinds are wrapped around tensors, or are fake.
+    return type(x) is Tensor or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 class Bits:
     """Bits of tensors, all or a sample of each, that are read when they are needed.
 

@@ -12,25 +12,23 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
+from shardmap_torch.boundary.cotangents import NOTHING, VARIABLE
 from shardmap_torch.control.board import Value
 from shardmap_torch.control.control import Control
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.dtensors import dtensor_class
-from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.hashing import Bits
+from shardmap_torch.core.functorch import base_of, tangents
+from shardmap_torch.core.hashing import Bits, has_bits
 from shardmap_torch.core.source_location import Site, call_site, site_calling
+from shardmap_torch.core.torch_private.engine import forward_level
 from shardmap_torch.errors import show_shape
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import posting_errors
 from shardmap_torch.spec import P
-
-VARIABLE: Final = "SHARDMAP_DEBUG"
-"""The environment variable that decides for all functions: 1 compares all, 0 nothing."""
 
 WHOLE: Final = 100
 """Every so many calls of a function all bits are compared, and those of DTensors too."""
@@ -57,9 +55,8 @@ class EqualValues:
         check again.
         """
         asked = os.environ.get(VARIABLE)
-        if (
-            asked in ("", "0") or call.mesh.processes
-        ):  # all compare, and slices have data of their own
+        # All compare, and slices have data of their own.
+        if asked in NOTHING or call.mesh.processes:
             return None
         self._calls += 1
         leaves, dtensor = call.leaves, dtensor_class()
@@ -109,10 +106,12 @@ class ValuesOfCall:
             if isinstance(x, dtensor):
                 copy = None if turn else _copy_of(position, x)
                 self._copies += [] if copy is None else [copy]
-            elif _has_bits(x):
+            elif has_bits(x):
                 self._places.append(position)
                 self._plain.append(x)
-        read = [x for x in closures if _has_bits(x)]
+                if forward_level() >= 0:
+                    self._add_tangents(position)
+        read = [x for x in closures if has_bits(x)]
         self._places += [_CLOSED_OVER] * len(read)
         self._plain += read
         self._bits = Bits(self._plain, turn) if self._plain else None
@@ -125,6 +124,12 @@ class ValuesOfCall:
         if self.is_late:
             self._site = call_site()
             self._free()
+
+    def _add_tangents(self, position: int) -> None:
+        """Adds those of forward mode, which are as global as their value."""
+        found = [base_of(tangent) for _, tangent in tangents(self._call.leaves[position])]
+        self._plain += found
+        self._places += [_TANGENT + position] * len(found)
 
     def _free(self) -> None:
         """Lets arguments be freed before the next call, which may have new ones in their place."""
@@ -163,11 +168,16 @@ class ValuesOfCall:
         if position == _CLOSED_OVER:
             path = name_in(call.function, x) or "a tensor"
             return path, f"{shape}, closed over", _repair(path, P(), call.mesh)
-        path, spec = call.match.paths[position], call.match.spec(position)
+        leaf = position % _TANGENT
+        path, spec = call.match.paths[leaf], call.match.spec(leaf)
+        if leaf != position:
+            path = f"the tangent of {path}"
         return path, f"{shape}, {spec!r}", _repair(path, spec, call.mesh)
 
 
 _CLOSED_OVER: Final = -1
+_TANGENT: Final = 1 << 32
+"""The place of the tangent of a leaf is this much higher."""
 
 _COPIED: Final = (
     "make the copies equal, as by a broadcast or a checkpoint; a rank has left an update out, or "
@@ -227,14 +237,6 @@ def _copy_of(position: int, x: Any) -> _Copy | None:
     what = f"{show_shape(x.dtype, x.shape)}, placed {x.placements}"
     # Its method would differentiate, which transforms of torch.func refuse.
     return _Copy(position, x._local_tensor.detach(), dims, index, num_shards, what, shard)
-
-
-def _has_bits(x: Tensor) -> bool:
-    """Returns whether it has data that can be read."""
-    if x.layout is not torch.strided or x.is_meta or x.is_nested:
-        return False
-    # Other kinds are wrapped around tensors, or are fake.
-    return type(x) is Tensor or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _repair(path: str, spec: P, mesh: Mesh) -> str:

@@ -1,0 +1,82 @@
+"""Cotangents of plain results, and tangents of plain inputs, that differ on ranks are refused."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmap_torch import I, P, SpecError, all_reduce, make_mesh, shard_map
+from tests.support.pool import Gloo
+
+X = torch.arange(4.0, dtype=torch.float64)
+Step = Callable[[Callable[..., Tensor], Tensor, float], Tensor]
+
+
+def scaled(f: Callable[..., Tensor], w: Tensor, own: float) -> Tensor:
+    return torch.autograd.grad(f(w, X) * own, w)[0]
+
+
+def given(f: Callable[..., Tensor], w: Tensor, own: float) -> Tensor:
+    y = f(w, X)
+    return torch.autograd.grad(y, w, torch.full_like(y, own))[0]
+
+
+def hooked(f: Callable[..., Tensor], w: Tensor, own: float) -> Tensor:
+    y = f(w, X) * 2
+    y.register_hook(lambda grad: grad * own)
+    return torch.autograd.grad(y, w)[0]
+
+
+def vector_jacobian(f: Callable[..., Tensor], w: Tensor, own: float) -> Tensor:
+    y, pull_back = torch.func.vjp(lambda w: f(w, X), w.detach())  # type: ignore[misc]  # torch types the form with has_aux
+    gradient: Tensor = pull_back(torch.full_like(y, own))[0]
+    return gradient
+
+
+def pushed_forward(f: Callable[..., Tensor], w: Tensor, own: float) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, once a process
+        tangent: Tensor = torch.func.jvp(f, (w.detach(), X), (w.detach(), X * own))[1]
+    return tangent
+
+
+STEPS: dict[str, Step] = {
+    step.__name__: step for step in (scaled, given, hooked, vector_jacobian, pushed_forward)
+}
+
+
+def ends(name: str, late: bool, differs: bool) -> str:
+    """Returns how three steps end, of which one rank scales the second or all by a number."""
+    mesh = make_mesh((2,), ("dp",))
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return all_reduce((w * x).sin().sum(), "dp", dst=I)
+
+    f = shard_map(loss, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())
+    w = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    try:
+        for turn in range(3):
+            own = 3.0 if differs and mesh.rank and (turn or not late) else 1.0
+            found = STEPS[name](f, w, own)
+        return f"{found.tolist()}"
+    except SpecError as error:
+        return str(error).splitlines()[1].strip()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_what_one_rank_scales_is_named_on_every_rank(name: str, late: bool, gloo: Gloo) -> None:
+    first, second = gloo(2).run(ends, name, late, True)
+    assert first == second
+    what = "the tangent of x" if name == "pushed_forward" else "the gradient of a result"
+    assert first.startswith(what)
+    assert first.endswith("has other values on rank 1 than on rank 0")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_all_ranks_scale_alike_is_not(name: str, gloo: Gloo) -> None:
+    first, second = gloo(2).run(ends, name, False, False)
+    assert first == second
+    assert first.startswith("[") or float(first)
