@@ -30,8 +30,10 @@ def hooked(f: Callable[..., Tensor], w: Tensor, own: float) -> Tensor:
 
 
 def vector_jacobian(f: Callable[..., Tensor], w: Tensor, own: float) -> Tensor:
-    y, pull_back = torch.func.vjp(lambda w: f(w, X), w.detach())  # type: ignore[misc]  # torch types the form with has_aux
-    gradient: Tensor = pull_back(torch.full_like(y, own))[0]
+    found: tuple[Tensor, Callable[..., tuple[Tensor]]]
+    found = torch.func.vjp(lambda w: f(w, X), w.detach())  # type: ignore[assignment]  # torch's
+    y, pull_back = found
+    gradient = pull_back(torch.full_like(y, own))[0]
     return gradient
 
 
