@@ -149,7 +149,7 @@ def _summary(x: Tensor) -> str:
 def _statistics(flat: Tensor) -> str:
     if flat.dtype == torch.bool or flat.is_complex():
         return f", {int(torch.count_nonzero(flat))} of {flat.numel()} are not zero"
-    flat = flat.double()
+    flat = (flat.dequantize() if flat.is_quantized else flat).double()
     finite = flat[flat.isfinite()]
     lost = flat.numel() - finite.numel()
     words = [f", {lost} not finite"] if lost else []

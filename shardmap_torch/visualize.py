@@ -140,6 +140,8 @@ def visualize_sharding(
         raise SpecError(
             f"visualize_sharding: {layout!r} names {names}, but the axes are {on.axis_names}."
         )
+    if not isinstance(console, Console | None):
+        raise SpecError(f"visualize_sharding: console={show(console)} is no console of rich.")
     problems = mismatches(layout, shape, on.shape)
     if problems:
         raise SpecError(

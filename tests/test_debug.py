@@ -202,3 +202,13 @@ def test_rank_0_of_processes_prints_for_all(gloo: Gloo) -> None:
     assert text == FORWARD + BACKWARD + OF_EQUAL["ranks"]
     f = shard_map(silent, mesh=simulated("vmap"), **SPECS)
     assert torch.equal(grad, torch.func.grad(f)(W, X))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantized_values_are_shown_as_the_numbers_they_stand_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    debug_print("q", torch.quantize_per_tensor(torch.arange(8.0), 0.5, 0, torch.qint8))
+    assert capsys.readouterr().out == (
+        "q: qint8[8]\n  rank 0: [0, 1, 2, 3, 4, 5, ...], mean 3.5, std 2.291, from 0 to 7\n"
+    )

@@ -130,6 +130,13 @@ def test_an_unknown_axis_is_rejected() -> None:
     )
 
 
+def test_what_is_no_console_is_refused() -> None:
+    junk: Any = []
+    with pytest.raises(SpecError) as error:
+        visualize_sharding((8,), mesh=MESH, spec=P("tp"), console=junk)
+    assert str(error.value) == "visualize_sharding: console=[] is no console of rich."
+
+
 def test_three_cuts_are_rejected() -> None:
     mesh = make_mesh((2, 2, 2), ("x", "y", "z"), kind="simulated")
     with pytest.raises(SpecError) as error:

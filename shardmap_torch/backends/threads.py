@@ -295,7 +295,7 @@ class ThreadBackend(RankBackend):
 
 def show_tensor(x: Tensor) -> str:
     """Formats it as `float32[4, 2]`."""
-    return show_shape(x.dtype, x.shape)
+    return show_shape(x.dtype, [] if x.is_nested else x.shape)
 
 
 def _place() -> str:

@@ -125,12 +125,14 @@ def rotary(
 
 
 def _check_positions(x: Tensor, positions: Tensor | tuple[Tensor, Tensor]) -> None:
-    if isinstance(positions, tuple):
+    if x.ndim < 3:
+        alike = False
+    elif isinstance(positions, tuple):
         expected = (*x.shape[-3:-2], 1, x.shape[-1] // 2)
         alike = all(table.shape[-3:] == expected for table in positions)
     else:
         alike = positions.shape[-1:] == x.shape[-3:-2]
-    if x.ndim < 3 or x.shape[-1] % 2 or not alike:
+    if not alike or x.shape[-1] % 2:
         # Only here: to format a size asks for its value, and a verdict would hold for that alone.
         if isinstance(positions, tuple):
             shapes = f"tables {[list(table.shape) for table in positions]}"

@@ -108,6 +108,7 @@ def test_half_precision_turns_by_angles_of_float32() -> None:
     [
         ((6, 4, 8), 5, "x [6, 4, 8] and positions [5]"),
         ((6, 4, 7), 6, "x [6, 4, 7] and positions [6]"),
+        ((), 6, "x [] and positions [6]"),
     ],
 )
 def test_shapes_that_do_not_match_are_refused(x: tuple[int, ...], at: int, text: str) -> None:

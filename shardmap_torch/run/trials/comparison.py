@@ -358,6 +358,8 @@ def _distance(mine: Any, other: Any) -> Tensor | None:
     """Returns the distance of entries; None where tensors are none, or not alike."""
     if not (isinstance(mine, Tensor) and isinstance(other, Tensor)) or not is_smooth(mine):
         return None
+    if mine.dtype.itemsize == 1:  # torch computes little with floats of eight bits
+        mine, other = mine.float(), other.float()
     return (mine - other).abs() if mine.shape == other.shape else None
 
 
