@@ -11,6 +11,7 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.collectives.autograd import is_transformed
 from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import SpecError, TransformError, listing
 from shardmap_torch.mesh.mesh import PROCESS_KINDS
@@ -115,7 +116,7 @@ def _donated(values: Any) -> Iterator[Tensor]:
 def _refuse(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> NoReturn:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         what = next((vars(x)["_donated_to"] for x in _donated(args)), "It was donated")
     raise SpecError(
         f"{what}, which may have written into its memory. Use what the call has returned, or do "

@@ -113,7 +113,8 @@ class Operations:
             numbers = f"whose argument {name} is {here} on a rank and {there} on one device,"
             cause = AVERAGED if is_divided() else f"{messages.friendly(op)}, {numbers}"
             summed = summed.scaled(factor, NO_AXES, self.at(cause))
-        layouts = positions or propagate(step)
+        special = positions or self._overwrite(call, step.arguments)
+        layouts = special or propagate(step)
         if op in IGNORING and any(sharded.means for sharded in layouts):
             self._interpreter.traits.averages = True
         extrema, known = self._carried(call), dict[Any, tuple[ShardedTensor, Sums]]()
@@ -125,7 +126,7 @@ class Operations:
             if key not in known:
                 known[key] = self._laid_out(call, result, shape, sharded, summed, extrema)
             self._finish(call, result, number, *known[key])
-        return layouts if factor == 1 and positions is None else None
+        return layouts if factor == 1 and special is None else None
 
     def _step(self, call: PairedCall, function: Any, scaling: str) -> Step:
         """Returns the operation on layouts; the argument `scaling` may differ in both programs."""
@@ -140,6 +141,21 @@ class Operations:
         zeros = frozenset(n for n, x in named_tensors(arguments) if self._notes.sums(x).zero)
         sizes = self._notes.sizes
         return Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros)
+
+    def _overwrite(self, call: PairedCall, shards: Mapping[str, Any]) -> list[Sharded] | None:
+        """Lays out memory like what is copied into all of it; None where `copy_` does not do so."""
+        if call.op is not torch.ops.aten.copy_.default:
+            return None
+        memory, target, source = call.arguments["self"], shards["self"], shards["src"]
+        if not isinstance(target, ShardedTensor) or not isinstance(source, ShardedTensor):
+            return None
+        same = (target.local, target.global_shape) == (source.local, source.global_shape)
+        if not same or ANY in source.dims or not self._fills(memory):
+            return None
+        if source.dims == target.dims:  # other views of the memory stay what they are
+            return None
+        self._notes.overwrite(memory, call.event.arguments["self"].number, source)
+        return [Sharded(source.dims)]
 
     def _fills(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has all of its memory."""

@@ -60,6 +60,12 @@ class Notes:
         known[number] = shard
         self._where[number] = self._interpreter.storage_type(tensor)
 
+    def overwrite(self, tensor: Tensor, number: int, shard: ShardedTensor) -> None:
+        """Notes what a tensor is that has all of its memory; nothing is known of other views."""
+        for _, note in self._known.of_storage(tensor):
+            note.clear()
+        self.note(tensor, number, shard)
+
     def place(self, tensor: Tensor, number: int, global_shape: Shape, spec: P) -> None:
         """Notes that a tensor is sharded by a spec."""
         self._require_leading(spec)

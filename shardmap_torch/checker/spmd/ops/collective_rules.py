@@ -1,6 +1,6 @@
 """Sharding rules of collectives: on one device each is the identity."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from shardmap_torch.checker.spmd.layout import (
     gathered,
     in_words,
     is_stacked,
+    merged,
     sliced,
     unsharded,
 )
@@ -119,9 +120,17 @@ def _sliced(move: Move) -> tuple[Dim, ...]:
 
 
 def _exchanged(move: Move) -> tuple[Dim, ...]:
-    dim = move.collective.dim
+    dim, dims = move.collective.dim, move.x.dims
     if dim == move.collective.concat_dim:
-        raise UnrelatedError(f"it exchanges blocks of dim {dim}, which have another order", _WRAP)
+        found = exchanged(dims[dim], move.axes, move.sizes)
+        if found is None:
+            over = ", ".join(map(repr, move.axes))
+            raise UnrelatedError(
+                f"it exchanges blocks of dim {dim} over {over}, and that dim is "
+                f"{in_words(dims[dim])}",
+                f"shard that dim, split along another, or {_WRAP}",
+            )
+        return (*dims[:dim], found, *dims[dim + 1 :])
     return _parted(move, dim, _joined(move, move.collective.concat_dim))
 
 
@@ -151,6 +160,31 @@ def _extremum(move: Move) -> tuple[Dim, ...]:
             "it is a maximum or minimum over shards", f"take that of each shard first, or {_WRAP}"
         )
     return move.x.dims
+
+
+def exchanged(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
+    """Returns a dim after block i of rank j has become block j of rank i, or None.
+
+    The ranks' index and the first digits of the blocks that a rank has trade places.
+
+    Example:
+        >>> from shardmap_torch.checker.spmd.layout import sharded_dim
+        >>> exchanged(sharded_dim(12, ["tp"], {"tp": 2}), ("tp",), {"tp": 2})
+        ((None, 2), ('tp', 2), (None, 3))
+        >>> exchanged(((None, 2), ("tp", 2), (None, 3)), ("tp",), {"tp": 2})
+        (('tp', 2), (None, 6))
+    """
+    count, names = prod(sizes[axis] for axis in axes), [axis for axis, _ in dim]
+    own = next((at for at, axis in enumerate(names) if axis is None), None)
+    if dim == ANY or own is None or axes[0] not in names or dim[own][1] % count:
+        return None
+    at, index = names.index(axes[0]), tuple((axis, sizes[axis]) for axis in axes)
+    rest, blocks = unsharded(dim[own][1] // count), ((None, count),)
+    if dim[at : at + len(axes)] != index or (at > own and (rest or None in names[own + 1 : at])):
+        return None  # what a rank then has would lie in another order
+    parts = {at: blocks, own: (*index, *rest)}
+    kept = [n for n in range(len(dim)) if not at < n < at + len(axes)]
+    return tuple(merged([digit for n in kept for digit in parts.get(n, (dim[n],))]))
 
 
 def _joined(move: Move, dim: int) -> tuple[Dim, ...]:

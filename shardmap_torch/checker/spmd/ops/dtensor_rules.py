@@ -3,9 +3,9 @@
 It is queried for one axis at a time, and only answers that need no data movement are used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
 from typing import Any, Final
@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 
 from shardmap_torch.checker.ir.fake_results import fake_mode
-from shardmap_torch.checker.rules.infer import signature_of, writes_of
+from shardmap_torch.checker.ir.sizes import hashable_size
+from shardmap_torch.checker.rules.infer import draws, signature_of, writes_of
 from shardmap_torch.checker.rules.registry import functional
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -57,9 +58,8 @@ def by_dtensor(step: Step) -> list[Sharded]:
     Raises:
         UnrelatedError: as `propagate`.
     """
+    step, equal = _named(_laid_out(step))
     shards = step.shards
-    if any(ANY in x.dims for x in shards):
-        raise size_of_one_rank()
     bases = {axis: base for x in shards for dim in x.dims for axis, base in dim}
     axes = sorted({axis for x in shards for axis in x.axes}, key=[*step.sizes].index)
     op = _asked_about(step) if axes else step.op
@@ -68,6 +68,10 @@ def by_dtensor(step: Step) -> list[Sharded]:
     means: list[set[str]] = [set() for _ in step.results]
     pending: list[set[tuple[str, str]]] = [set() for _ in step.results]
     for axis in axes:
+        if axis in equal:
+            for result, dim in enumerate(_kept(op, step, axis, equal[axis])):
+                dims[result][dim] = ANY
+            continue
         answers = _ask(op, _arguments_for(step, axis), bases[axis])
         if len(answers) < len(step.results):
             raise UnrelatedError("torch does not know how its results are sharded", WRAP)
@@ -97,6 +101,82 @@ def _asked_about(step: Step) -> OpOverload:
 
 
 _UNKNOWN: Final = ("its result would still have to be combined over the ranks", WRAP)
+
+
+def _laid_out(step: Step) -> Step:
+    """Lays out dims of equal entries, which any sharding suits, like operands' dims of their size.
+
+    Those of an operand of the same shape come first; no axis shards two dims of a tensor.
+    """
+    shaped = {_sizes(x.local, x.global_shape): x.dims for x in step.shards if ANY not in x.dims}
+    known = {
+        _sizes(*pair): dim
+        for x in reversed(step.shards)
+        for pair, dim in zip(_each(x), x.dims, strict=True)
+        if dim != ANY
+    }
+
+    def like(value: Any) -> Any:
+        if isinstance(value, ShardedTensor) and ANY in value.dims:
+            sizes = [_sizes(*pair) for pair in _each(value)]
+            others = shaped.get(_sizes(value.local, value.global_shape)) or [
+                known.get(each, ANY) for each in sizes
+            ]
+            pairs = zip(value.dims, others, strict=True)
+            dims = tuple(other if own == ANY else own for own, other in pairs)
+            found = replace(value, dims=dims)
+            return found if len({*found.axes}) == len(found.axes) else value
+        return [*map(like, value)] if isinstance(value, list | tuple) else value
+
+    return replace(step, arguments={name: like(v) for name, v in step.arguments.items()})
+
+
+def _named(step: Step) -> tuple[Step, Mapping[str, Hashable]]:
+    """Shards dims of equal entries over axes of their own, one for each pair of sizes.
+
+    What is done with shards of such a dim, and gives shards, gives equal entries for equal ones.
+    """
+    names: dict[Hashable, str] = {}
+
+    def named(value: Any) -> Any:
+        if isinstance(value, ShardedTensor) and ANY in value.dims:
+            places = [at for at, dim in enumerate(value.dims) if dim == ANY]
+            sizes = [_sizes(*_each(value)[at]) for at in places]
+            if len({*sizes}) < len(sizes) or draws(step.op, step.arguments):
+                raise size_of_one_rank()
+            dims = [*value.dims]
+            for at, pair in zip(places, sizes, strict=True):
+                axis = names.setdefault(pair, f"equal entries {len(names)}")
+                dims[at] = ((axis, 2), *unsharded(value.local[at]))
+            return replace(value, dims=tuple(dims))
+        return [*map(named, value)] if isinstance(value, list | tuple) else value
+
+    arguments = {name: named(value) for name, value in step.arguments.items()}
+    sizes = {**step.sizes, **dict.fromkeys(names.values(), 2)}
+    found = replace(step, arguments=arguments, sizes=sizes)
+    return found, {axis: pair for pair, axis in names.items()}
+
+
+def _kept(op: OpOverload, step: Step, axis: str, sizes: Hashable) -> list[int]:
+    """Returns the dim of each result whose entries are as equal as those of a dim of operands."""
+    try:
+        answers = _ask(op, _arguments_for(step, axis), 2)
+    except UnrelatedError as error:
+        raise size_of_one_rank() from error
+    found = [at for at in answers if isinstance(at, int)]
+    pairs = zip(found, step.results, strict=False)
+    made = [_sizes(here[at : at + 1], there[at : at + 1]) for at, (here, there) in pairs]
+    if len(found) != len(step.results) or any(each != sizes for each in made):
+        raise size_of_one_rank()
+    return found
+
+
+def _each(x: ShardedTensor) -> list[tuple[Shape, Shape]]:
+    return [((mine,), (all_,)) for mine, all_ in zip(x.local, x.global_shape, strict=True)]
+
+
+def _sizes(local: Shape, global_shape: Shape) -> Hashable:
+    return tuple(map(hashable_size, local)), tuple(map(hashable_size, global_shape))
 
 
 def _extremum(answer: str) -> str:

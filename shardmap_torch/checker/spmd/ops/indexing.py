@@ -34,7 +34,10 @@ def read(step: Step) -> list[Sharded]:
 
 
 def write(step: Step) -> list[Sharded]:
-    """Lays out `x[:, ids] = values`, which leaves the layout of `x` as it is."""
+    """Lays out `x[:, ids] = values`, which leaves the layout of `x` as it is.
+
+    With `accumulate`, of sharded entries, each rank adds its own to zeros.
+    """
     x, indices, values = (step.arguments[name] for name in ("self", "indices", "values"))
     places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
     if any(x.dtype in (torch.bool, torch.uint8) for x in step.tensors_of("indices")):
@@ -46,9 +49,13 @@ def write(step: Step) -> list[Sharded]:
         for index, before in zip(found, shards_of(indices), strict=True)
         if any(step_of(dim) is not None for dim in before.dims)
     ]
-    picked = broadcast(found, rank)
+    picked, added = broadcast(found, rank), frozenset[str]()
     for at, dim in enumerate(picked):
-        if axes_of(dim) and not any(_at(dims, at - rank) == dim for dims in own):
+        is_elsewhere = axes_of(dim) and not any(_at(dims, at - rank) == dim for dims in own)
+        if is_elsewhere and step.arguments.get("accumulate"):
+            _require_zeros(step, dim)
+            added |= {*axes_of(dim)}
+        elif is_elsewhere:
             raise UnrelatedError(
                 "it writes at positions that are sharded, so that each rank writes some of the "
                 "entries only",
@@ -56,7 +63,7 @@ def write(step: Step) -> list[Sharded]:
             )
     kept = [x.dims[dim] for dim in range(len(x.dims)) if dim not in places]
     _require_like(values, _in_place(places, picked, kept))
-    return [Sharded(x.dims)]
+    return [Sharded(x.dims, added)]
 
 
 def add_entries(step: Step) -> list[Sharded]:
