@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from math import copysign
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -375,21 +376,15 @@ def test_a_change_of_what_the_body_refers_to_is_checked_anew(exact: list[str]) -
 
 def in_worker() -> tuple[int, list[float]]:
     """Decodes with a growing cache; the number of checks, and differences from one device."""
-    case, count, errors = CASES["a growing cache"], [0], []
-
-    def counted(call: Any, strictness: Any) -> Any:
-        count[0] += 1
-        return verify(call, strictness)
-
-    vars(checked)["verify"] = counted
-    f = mapped(case, "global", make_mesh((1, 2), ("dp", "tp")))
-    for length in (1, 2, 3, 4, 9):
-        torch.manual_seed(length)
-        x, w, cache = randn(1, 4), randn(4, 4), [randn(length, 4)] * 2
-        found, expected = f(x, w, cache)[0], decode_alone(x, w, cache)[0]
-        errors.append(float((found - expected).abs().max()))
-    vars(checked)["verify"] = verify
-    return count[0], errors
+    case, errors = CASES["a growing cache"], []
+    with mock.patch.object(checked, "verify", wraps=checked.verify) as counted:
+        f = mapped(case, "global", make_mesh((1, 2), ("dp", "tp")))
+        for length in (1, 2, 3, 4, 9):
+            torch.manual_seed(length)
+            x, w, cache = randn(1, 4), randn(4, 4), [randn(length, 4)] * 2
+            found, expected = f(x, w, cache)[0], decode_alone(x, w, cache)[0]
+            errors.append(float((found - expected).abs().max()))
+    return counted.call_count, errors
 
 
 def test_processes_agree_on_sizes_that_were_not_checked(gloo: Gloo) -> None:

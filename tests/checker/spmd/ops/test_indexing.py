@@ -309,7 +309,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (numbers(6, 8), X, TARGETS),
         (P(), P("a"), P("a")),
         P(),
-        "it writes at positions that are sharded",
+        "sharded over 'a' to values that every rank has",
     ),
     "put, and not added up": (
         lambda x, to: put_into(x.new_zeros(6, 8), x, to, False),
