@@ -25,6 +25,8 @@ VARIABLE: Final = "SHARDMAP_DEBUG"
 
 NOTHING: Final = "", "0"
 
+_WHAT: Final = "the gradient of a result"
+
 _REPAIR: Final = (
     "compute the loss alike on all processes, scale and hooks included; what differs by rank "
     "belongs into the body."
@@ -37,9 +39,8 @@ def compare_cotangent(mesh: Mesh, grad: Tensor) -> None:
     if control is None or asked in NOTHING or mesh.kind not in PROCESS_KINDS or mesh.processes:
         return
     if has_bits(grad):
-        made_in = getattr(current_autograd_node(), "call", 0)
-        turn = None if asked is not None else max(1, made_in)
-        control.compare_later(_Cotangent(grad, turn, made_in, call_site()))
+        turn = None if asked is not None else max(1, getattr(current_autograd_node(), "call", 0))
+        control.compare_later(_Cotangent(grad, turn, call_site()))
 
 
 class _Cotangent:
@@ -53,10 +54,8 @@ class _Cotangent:
     is_late = False
     shards: Sequence[int | None] = ()
 
-    def __init__(self, grad: Tensor, turn: int | None, made_in: int, site: Site | None) -> None:
+    def __init__(self, grad: Tensor, turn: int | None, site: Site | None) -> None:
         self._bits, self._site = Bits([grad], turn), "" if site is None else f" at {site}"
-        of = f" of call {made_in}" * bool(made_in)
-        self._path = f"the gradient of a result{of}"
         self._shape = show_shape(grad.dtype, grad.shape)
 
     def digest(self) -> int:
@@ -65,9 +64,9 @@ class _Cotangent:
 
     def kinds(self) -> Iterator[str]:
         """Yields a line that is equal where it is compared in the same way."""
-        yield f"  {self._path}: {self._shape}"
+        yield f"  {_WHAT}: {self._shape}"
 
     def rows(self) -> list[Value]:
         """Describes it for errors."""
         bits = f"{self.digest():x}"
-        return [Value(self._path, self._shape, "", bits, _REPAIR, self._site, True)]
+        return [Value(_WHAT, self._shape, "", bits, _REPAIR, self._site, True)]

@@ -106,6 +106,7 @@ IN_PARTS = {
     "net1": ("ColwiseParallel", {"input_layouts": S0}),
     "net2": ("RowwiseParallel", {"output_layouts": S0}),
 }
+SCATTERED = style("PrepareModuleOutput", output_layouts=R, desired_output_layouts=S0)
 X, MINE = (4, 8), (2, 8)
 RMS = partial(models.RMSNorm, 8)
 
@@ -152,16 +153,7 @@ CASES: dict[str, Scenario] = {
     "rowwise_parallel_preserves_requires_grad": Scenario(
         (one(linear, style("RowwiseParallel"), (8, 4)),), frozen=freeze("bias")
     ),
-    "prepare_module_output (style)": Scenario(
-        (
-            one(
-                nn.Identity,
-                style("PrepareModuleOutput", output_layouts=R, desired_output_layouts=S0),
-                X,
-            ),
-        ),
-        ((0, 1),),
-    ),
+    "prepare_module_output (style)": Scenario((one(nn.Identity, SCATTERED, X),), ((0, 1),)),
     "sequence_parallel_style": Scenario(sequences(), ((0, 0),) * 4),
     "parallelize_mlp_with_module_api": Scenario(
         (one(Net, net({"net1": WHOLE, "net2": WHOLE}), X),), steps=1
@@ -173,15 +165,7 @@ CASES: dict[str, Scenario] = {
     "linear_col_wise_parallel": Scenario(
         (one(linear, style("ColwiseParallel", output_layouts=R), X),), steps=1
     ),
-    "prepare_module_output (api)": Scenario(
-        (
-            one(
-                nn.Tanh,
-                style("PrepareModuleOutput", output_layouts=R, desired_output_layouts=S0),
-                (16, 8),
-            ),
-        )
-    ),
+    "prepare_module_output (api)": Scenario((one(nn.Tanh, SCATTERED, (16, 8)),)),
     "prepare_module_input_output": Scenario(
         (
             one(

@@ -170,9 +170,11 @@ class ValuesOfCall:
             return path, f"{shape}, closed over", _repair(path, P(), call.mesh)
         leaf = position % _TANGENT
         path, spec = call.match.paths[leaf], call.match.spec(leaf)
+        what = f"{shape}, {spec!r}"
         if leaf != position:
-            path = f"the tangent of {path}"
-        return path, f"{shape}, {spec!r}", _repair(path, spec, call.mesh)
+            fix = f"take the derivative along one tangent of {path} on all processes."
+            return f"the tangent of {path}", what, fix
+        return path, what, _repair(path, spec, call.mesh)
 
 
 _CLOSED_OVER: Final = -1

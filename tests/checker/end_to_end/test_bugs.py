@@ -26,10 +26,10 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
-from shardmap_torch.collectives.autograd import TypedFunction
 from tests.checker.support.rejections import (
     ABSTRACT,
     B,
+    Plain,
     U,
     W,
     X,
@@ -112,26 +112,15 @@ def test_a_norm_weight_in_a_sequence_parallel_region_has_its_gradient_reduced() 
 
 
 def test_a_custom_backward_without_its_reduction_is_rejected() -> None:
-    class Column(TypedFunction):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-            ctx.save_for_backward(x, w)
-            return x @ w
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            x, w = ctx.saved_tensors
-            return grad @ w.mT, x.mT @ grad
-
     def column(x: Tensor, w: Tensor) -> Tensor:
-        y: Tensor = Column.apply(x, w)
+        y: Tensor = Plain.apply(x, w)
         return y
 
     text = rejection(
         column, X, W, in_specs=(P(invariant={"tp"}), P(None, "tp")), out_specs=P(None, "tp")
     )
     assert text.startswith(
-        "column: over 'tp', an operand of Column is I and its backward gives it a gradient that"
+        "column: over 'tp', an operand of Plain is I and its backward gives it a gradient that"
     )
     assert (
         "Tried, and accepted also by check='global': replicate={'tp'} in the spec of input x"

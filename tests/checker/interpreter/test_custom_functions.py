@@ -10,35 +10,15 @@ from torch import Tensor
 import shardmap_torch
 from shardmap_torch import I, P, R, ShardTypeError, all_reduce, convert, make_mesh, shard_map
 from shardmap_torch.collectives.autograd import TypedFunction
-from tests.checker.support.rejections import U, X, assert_right, numbers, rejection
-
-
-class Plain(TypedFunction):
-    """A product whose backward does not sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w.mT, x.mT @ grad
-
-
-class SetUp(TypedFunction):
-    """A Function in torch's newer form."""
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        return x @ w
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    backward = Plain.backward
+from tests.checker.support.rejections import (
+    Plain,
+    SetUp,
+    U,
+    X,
+    assert_right,
+    numbers,
+    rejection,
+)
 
 
 class Summing(shardmap_torch.Function):
@@ -105,7 +85,7 @@ def test_a_backward_that_forgets_the_sum_is_told_with_the_forward_s_line(functio
         f"body: over 'tp', an operand of {function.__name__} is I and its backward gives it a "
         "gradient that is V: each rank has its own part of it, and nothing sums them."
     )
-    assert lines[1].startswith("  at test_custom_functions.py:")
+    assert lines[1].startswith("  at rejections.py:")
     assert int(lines[1].split(":")[1]) in range(line, line + 4)
     made = body.__code__.co_firstlineno + 1
     assert lines[2] == (
@@ -178,7 +158,7 @@ def test_under_torch_func_a_backward_that_forgets_the_sum_is_told() -> None:
         "body: over 'tp', an operand of SetUp is I and its backward gives it a gradient that is V"
     )
     line = SetUp.forward.__code__.co_firstlineno + 2
-    assert f"  at test_custom_functions.py:{line}: return x @ w" in text
+    assert f"  at rejections.py:{line}: return x @ w" in text
 
 
 def differentiated_from_outside(body: Any) -> str:

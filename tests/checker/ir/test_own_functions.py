@@ -10,42 +10,16 @@ from torch import Tensor, nn
 
 from shardmap_torch import P, TransformError, check_program, checkpoint, make_mesh, shard_map
 from shardmap_torch.checker.ir.own_functions import takes_vmap
+from tests.checker.support.rejections import Plain, SetUp
 
 Body = Callable[[Tensor, Tensor], Tensor]
 
 
-class Legacy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w.t(), x.t() @ grad
-
-
-class WithoutVmap(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        return x @ w
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w.t(), x.t() @ grad
-
-
-class WithVmap(WithoutVmap):
+class WithVmap(SetUp):
     generate_vmap_rule = True
 
 
-APPLY: dict[type, Body] = {f: f.apply for f in (Legacy, WithoutVmap, WithVmap)}
+APPLY: dict[type, Body] = {f: f.apply for f in (Plain, SetUp, WithVmap)}
 
 
 def tensor_hook(x: Tensor, w: Tensor) -> Tensor:
@@ -105,11 +79,11 @@ def saving_hooks(x: Tensor, w: Tensor) -> Tensor:
 
 
 def legacy(x: Tensor, w: Tensor) -> Tensor:
-    return APPLY[Legacy](x, w)
+    return APPLY[Plain](x, w)
 
 
 def without_vmap(x: Tensor, w: Tensor) -> Tensor:
-    return APPLY[WithoutVmap](x, w)
+    return APPLY[SetUp](x, w)
 
 
 def data(x: Tensor, w: Tensor) -> Tensor:
@@ -180,7 +154,7 @@ NAMES: dict[Body, str] = {
     asking: "a question for requires_grad.",
     node_hook: "grad_fn.",
     saving_hooks: "saved_tensors_hooks.",
-    legacy: "Legacy, a Function without a rule for vmap.",
+    legacy: "Plain, a Function without a rule for vmap.",
 }
 
 
@@ -231,11 +205,11 @@ def test_what_vmap_can_take_stays_batched(body: Body) -> None:
 
 
 def test_a_function_is_looked_at_by_what_it_overrides() -> None:
-    assert [takes_vmap(f) for f in (Legacy, WithoutVmap, WithVmap)] == [False, False, True]
+    assert [takes_vmap(f) for f in (Plain, SetUp, WithVmap)] == [False, False, True]
 
 
 def in_a_transform(x: Tensor, w: Tensor) -> Tensor:
-    gradient: Tensor = torch.func.grad(lambda x: APPLY[WithoutVmap](x, w).sum())(x)
+    gradient: Tensor = torch.func.grad(lambda x: APPLY[SetUp](x, w).sum())(x)
     return gradient
 
 

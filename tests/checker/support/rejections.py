@@ -15,6 +15,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
+from shardmap_torch.collectives.autograd import TypedFunction
 from tests.support.golden import hold
 
 RANKS = make_mesh((4,), ("tp",), kind="simulated", simulate="ranks")
@@ -64,3 +65,31 @@ def assert_right(
         torch.autograd.grad((actual * weights).sum(), wanted),
         torch.autograd.grad((expected * weights).sum(), wanted),
     )
+
+
+class Plain(TypedFunction):
+    """A product whose backward does not sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad @ w.mT, x.mT @ grad
+
+
+class SetUp(TypedFunction):
+    """A Function in torch's newer form."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    backward = Plain.backward
