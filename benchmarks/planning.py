@@ -23,15 +23,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import (
+    I,
     Mesh,
     P,
     R,
     S,
     ShapeDtype,
     SpecError,
-    checkpoint,
+    all_reduce,
+    axis_size,
     make_mesh,
     nn,
+    save_results,
     shard_map,
     value_and_grad,
 )
@@ -62,12 +65,13 @@ class Llama:
         layer = {
             "attention_norm": (d,),
             "q": (d, self.heads, k),
-            "kv": (d, self.key_heads, 2, k),
+            "k": (d, self.key_heads, k),
+            "v": (d, self.key_heads, k),
             "out": (self.heads, k, d),
             "mlp_norm": (d,),
-            "gate_up": (d, self.hidden, 2) if self.gated else (d, self.hidden),
             "down": (self.hidden, d),
         }
+        layer |= dict.fromkeys(("gate", "up") if self.gated else ("up",), (d, self.hidden))
         return {
             "embedding": (self.vocabulary, d),
             "layers": [layer] * self.layers,
@@ -76,25 +80,32 @@ class Llama:
         }
 
 
-Recompute: TypeAlias = Literal["full", "parts", "half", "none"]
-"""Parts that a backward computes again: all layers; of each the norms, the first projections
-and the first half of the MLP; every second layer; nothing."""
+Recompute: TypeAlias = Literal["full", "op", "compiled op", "half", "none"]
+"""What a backward computes again: all layers; of each all but attention and every second matmul,
+as torchtitan's selective recomputation "op" does; every second layer; nothing. A compiler saves no
+last matmul of a layer, which no gradient needs."""
 
 LAYER: Final = {
     "attention_norm": P("fsdp", replicate="tp"),
     "q": P("fsdp", "tp"),
-    "kv": P("fsdp", "tp"),
+    "k": P("fsdp", "tp"),
+    "v": P("fsdp", "tp"),
     "out": P("tp", None, "fsdp"),
     "mlp_norm": P("fsdp", replicate="tp"),
-    "gate_up": P("fsdp", "tp"),
     "down": P("tp", "fsdp"),
+    "gate": P("fsdp", "tp"),
+    "up": P("fsdp", "tp"),
 }
+
+
+def layer_specs(llama: Llama) -> Params:
+    return {name: spec for name, spec in LAYER.items() if llama.gated or name != "gate"}
 
 
 def specs_of(llama: Llama) -> Params:
     return {
         "embedding": P("tp", "fsdp"),
-        "layers": [LAYER] * llama.layers,
+        "layers": [layer_specs(llama)] * llama.layers,
         "norm": P("fsdp", replicate="tp"),
         "unembedding": P("fsdp", "tp"),
     }
@@ -103,51 +114,51 @@ def specs_of(llama: Llama) -> Params:
 Tables: TypeAlias = tuple[Tensor, Tensor]
 
 
-def block(w: Params, x: Tensor, tables: Tables, llama: Llama, region: Any = None) -> Tensor:
-    """x [b, t/tp, d] -> the same; `region` runs the parts that a backward may compute again."""
-    region = region or (lambda part, *args: part(*args))
-    q, key, value = region(partial(projected, llama=llama), w, x, tables)
+ATEN: Final = torch.ops.aten
+SAVED: Final = {ATEN.mm.default: 2, ATEN._scaled_dot_product_flash_attention_for_cpu.default: 1}
+"""Every second matmul and attention, as torchtitan's `_save_list` has them."""
+
+
+def block(
+    w: Params, x: Tensor, tables: Tables, llama: Llama, recompute: Recompute = "full"
+) -> Tensor:
+    """x [b, t/tp, d] -> the same."""
+    hidden = wide if recompute != "compiled op" else save_results(wide, SAVED)
+    x, h = hidden(w, x, tables, llama)
+    return x + nn.row_linear(h, w["down"], "tp", dst=S(1), overlap="off")
+
+
+def wide(w: Params, x: Tensor, tables: Tables, llama: Llama) -> tuple[Tensor, Tensor]:
+    """Returns x after attention, and the hidden values of the MLP."""
+    h = nn.rms_norm(x, w["attention_norm"], "tp", weight_type=R)
+    q, key, value = nn.column_linear(h, [w["q"], w["k"], w["v"]], "tp", src=S(1), overlap="off")
+    if llama.gated:
+        q, key = nn.rotary(q, tables), nn.rotary(key, tables)
     if llama.fused:
         made = nn.attention(q, key, value, causal=True)
     else:
         seen = torch.ones(2 * [q.shape[1]], dtype=torch.bool).tril()
         made = nn.attention(q, key, value, mask=seen)
     x = x + nn.row_linear(made, w["out"], "tp", dst=S(1), overlap="off")
-    wide = region(partial(widened, llama=llama), w, x)
-    return x + nn.row_linear(wide, w["down"], "tp", dst=S(1), overlap="off")
-
-
-def projected(w: Params, x: Tensor, tables: Tables, llama: Llama) -> tuple[Tensor, Tensor, Tensor]:
-    h = nn.rms_norm(x, w["attention_norm"], "tp", weight_type=R)
-    q, kv = nn.column_linear(h, [w["q"], w["kv"]], "tp", src=S(1), overlap="off")
-    key, value = kv.unbind(-2)
-    if llama.gated:
-        q, key = nn.rotary(q, tables), nn.rotary(key, tables)
-    return q, key, value
-
-
-def widened(w: Params, x: Tensor, llama: Llama) -> Tensor:
     h = nn.rms_norm(x, w["mlp_norm"], "tp", weight_type=R)
-    wide = nn.column_linear(h, w["gate_up"], "tp", src=S(1), overlap="off")
     if not llama.gated:
-        return functional.gelu(wide)
-    gate, up = wide.unbind(-1)
-    made: Tensor = functional.silu(gate) * up
-    return made
+        up = nn.column_linear(h, w["up"], "tp", src=S(1), overlap="off")
+        return x, functional.gelu(up)
+    gate, up = nn.column_linear(h, [w["gate"], w["up"]], "tp", src=S(1), overlap="off")
+    return x, functional.silu(gate) * up
 
 
 def run_layers(
     layers: Sequence[Params], x: Tensor, tables: Tables, llama: Llama, recompute: Recompute
 ) -> Tensor:
     """Runs all layers; gathers each a layer ahead."""
-    region = checkpoint if recompute == "parts" else None
-    run = partial(
-        nn.fsdp_layers, partial(block, llama=llama, region=region), specs=LAYER, axis="fsdp"
-    )
+    layer: Callable[..., Tensor] = partial(block, llama=llama, recompute=recompute)
+    layer = save_results(layer, SAVED) if recompute == "op" else layer
+    run = partial(nn.fsdp_layers, layer, specs=layer_specs(llama), axis="fsdp")
     if recompute != "half":
-        return run(layers, x, tables, recompute=recompute == "full")
-    for at, layer in enumerate(layers):
-        x = run([layer], x, tables, recompute=at % 2 == 1)
+        return run(layers, x, tables, recompute=recompute != "none")
+    for at, each in enumerate(layers):
+        x = run([each], x, tables, recompute=at % 2 == 1)
     return x
 
 
@@ -155,16 +166,18 @@ def loss_of(params: Params, batch: Tensor, llama: Llama, recompute: Recompute) -
     """Batch [b, t + 1] -> mean nats a token."""
     params = optree.tree_map(lambda p: p.bfloat16(), params)
     tokens, targets = batch[:, :-1], batch[:, 1:]
+    names = ("embedding", "norm", "unembedding")
     specs = specs_of(llama)
-    first = nn.fsdp_gather(params["embedding"], specs["embedding"], "fsdp")
-    x = nn.vocab_parallel_embedding(tokens, first, "tp", dst=S(1))
+    root = nn.fsdp_gather({n: params[n] for n in names}, {n: specs[n] for n in names}, "fsdp")
+    x = nn.vocab_parallel_embedding(tokens, root["embedding"], "tp", dst=S(1))
     at = nn.positions(tokens.shape[1])
     tables = nn.rotary_tables(at, llama.width // llama.heads, dtype=torch.bfloat16)
     x = run_layers(params["layers"], x, tables, llama, recompute)
-    names = ("norm", "unembedding")
-    last = nn.fsdp_gather({n: params[n] for n in names}, {n: specs[n] for n in names}, "fsdp")
-    x = nn.rms_norm(x, last["norm"], "tp", weight_type=R)
-    logits = nn.column_linear(x, last["unembedding"], "tp", src=S(1), overlap="off")
+    x = nn.rms_norm(x, root["norm"], "tp", weight_type=R)
+    logits = nn.column_linear(x, root["unembedding"], "tp", src=S(1), overlap="off")
+    if axis_size("tp") == 1:
+        nats = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return all_reduce(nats, ("fsdp", "tp"), op="mean", dst=I)
     return nn.vocab_parallel_cross_entropy(
         logits.float(), targets, "tp", batch_axis="fsdp", ignore_index=None
     )
@@ -263,26 +276,26 @@ MAXTEXT: Final = "NVIDIA DGXC benchmarking, MaxText Llama 3 70B 25.02"
 ROWS: Final = (
     *_rows(TITAN_A100, A100,
         ("Llama 3 8B", LLAMA_3_8B, (64, 1), 1, 8192, "half", 2904),
-        ("Llama 3 8B", LLAMA_3_8B, (64, 1), 1, 8192, "parts", 2973),
+        ("Llama 3 8B", LLAMA_3_8B, (64, 1), 1, 8192, "op", 2973),
         ("Llama 3 70B", LLAMA_3_70B, (64, 1), 1, 8192, "full", 331),
         ("Llama 2 13B", LLAMA_2_13B, (64, 1), 2, 4096, "none", 2162),
         ("Llama 2 13B", LLAMA_2_13B, (64, 1), 2, 4096, "half", 1914),
-        ("Llama 2 13B", LLAMA_2_13B, (64, 1), 2, 4096, "parts", 1904),
-        ("Llama 2 70B", LLAMA_2_70B, (64, 1), 1, 4096, "parts", 355),
+        ("Llama 2 13B", LLAMA_2_13B, (64, 1), 2, 4096, "op", 1904),
+        ("Llama 2 70B", LLAMA_2_70B, (64, 1), 1, 4096, "op", 355),
         ("Llama 2 70B", LLAMA_2_70B, (64, 1), 2, 4096, "full", 353),
     ),
     *_rows(TITAN_405B, META,
         ("Llama 3 405B", LLAMA_3_405B, (16, 8), 2, 8192, "full", 109),
     ),
     *_rows(TITAN_2024, META,
-        ("Llama 3 8B", LLAMA_3_8B, (8, 1), 2, 8192, "parts", 5762, 82.4),
-        ("Llama 3 8B, compiled", LLAMA_3_8B, (8, 1), 2, 8192, "parts", 6667, 77.0),
-        ("Llama 3 8B", LLAMA_3_8B, (128, 1), 2, 8192, "parts", 5605, 67.0),
-        ("Llama 3 8B, compiled", LLAMA_3_8B, (128, 1), 2, 8192, "parts", 6514, 62.0),
+        ("Llama 3 8B", LLAMA_3_8B, (8, 1), 2, 8192, "op", 5762, 82.4),
+        ("Llama 3 8B, compiled", LLAMA_3_8B, (8, 1), 2, 8192, "compiled op", 6667, 77.0),
+        ("Llama 3 8B", LLAMA_3_8B, (128, 1), 2, 8192, "op", 5605, 67.0),
+        ("Llama 3 8B, compiled", LLAMA_3_8B, (128, 1), 2, 8192, "compiled op", 6514, 62.0),
     ),
     *_rows(TITAN_2025, META,
         ("Llama 3 70B, compiled", LLAMA_3_70B, (32, 8), 16, 8192, "full", 597.3),
-        ("Llama 3 8B, compiled", LLAMA_3_8B, (8, 8), 12, 8192, "parts", 4378),
+        ("Llama 3 8B, compiled", LLAMA_3_8B, (8, 8), 12, 8192, "compiled op", 4378),
     ),
     *_rows(MAXTEXT, H100,
         ("Llama 3 70B, compiled", LLAMA_3_70B, (128, 1), 2, 8192, "full", 1052),

@@ -82,7 +82,13 @@ def cases(num_ranks: int) -> Iterator[Case]:
         for name, sizes in LLAMA.items():
             if sizes[0] * sizes[1] == num_ranks:
                 label = f"Llama of {layers}, recomputed, fsdp x tp {name}"
-                yield Case(label, sizes, ("fsdp", "tp"), _llama(layers))
+                yield Case(label, sizes, ("fsdp", "tp"), _llama(layers, "full"))
+    recomputes: tuple[planning.Recompute, ...] = "op", "none"
+    for recompute in recomputes:
+        for name, sizes in LLAMA.items():
+            if sizes[0] * sizes[1] == num_ranks:
+                label = f"Llama of 4, {recompute}, donating, fsdp x tp {name}"
+                yield Case(label, sizes, ("fsdp", "tp"), _llama(4, recompute, donates=True))
 
 
 def _gpt(parallel: Parallel) -> Callable[[Mesh], Built]:
@@ -98,10 +104,12 @@ def _gpt(parallel: Parallel) -> Callable[[Mesh], Built]:
     return build
 
 
-def _llama(layers: int) -> Callable[[Mesh], Built]:
+def _llama(
+    layers: int, recompute: planning.Recompute, donates: bool = False
+) -> Callable[[Mesh], Built]:
     def build(mesh: Mesh) -> Built:
         llama = planning.Llama(64, layers, 8, 4, 192, 512)
-        step, shapes = planning.build(mesh, llama, 2, 64)
+        step, shapes = planning.build(mesh, llama, 2, 64, recompute, donates)
         args: Any = optree.tree_map(
             lambda x: torch.zeros(x.shape, dtype=x.dtype),
             shapes,
@@ -118,8 +126,8 @@ def allocated(case: Case) -> int:
     """Runs a step, and returns the most that is allocated at a time."""
     mesh = case.mesh("process_group")
     step, args, specs = case.build(mesh)
+    step(*device_put(args, mesh, specs))
     args = device_put(args, mesh, specs)
-    step(*args)
     run = DryRun(case.name, mesh)
     leaves: list[Any] = optree.tree_leaves(args)  # type: ignore[arg-type]
     with Tape(run) as tape:

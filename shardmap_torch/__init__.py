@@ -12,7 +12,7 @@ from shardmap_torch.checker.queries import assert_type, typeof
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.checker.rules.registry import register_decomposition, register_rule
 from shardmap_torch.checker.rules.rule import Row
-from shardmap_torch.checkpoint import checkpoint
+from shardmap_torch.checkpoint import checkpoint, save_results
 from shardmap_torch.contracts import export
 from shardmap_torch.errors import (
     CheckpointError,
@@ -161,6 +161,7 @@ __all__ = [
     "redistributions",
     "register_decomposition",
     "register_rule",
+    "save_results",
     "shard_map",
     "trace",
     "typeof",

@@ -7,10 +7,13 @@ operands (see `backends.vmap`), and at each vmap level, the mesh's or the user's
 run again becomes `vmap` of itself; so it can be run again after the levels are closed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +27,15 @@ from shardmap_torch.core.autocasting import autocast_state, with_autocast
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.closures import Closures
 from shardmap_torch.core.functorch import can_receive_gradient
-from shardmap_torch.core.torch_private.engine import TransformType, functorch, restore_vmap
-from shardmap_torch.core.tree import flatten, unflatten
+from shardmap_torch.core.torch_private.engine import (
+    OpOverload,
+    TorchDispatchMode,
+    TransformType,
+    forward_level,
+    functorch,
+    restore_vmap,
+)
+from shardmap_torch.core.tree import flatten, map_tensors, unflatten
 from shardmap_torch.errors import TransformError, listing, show
 
 Y = TypeVar("Y")
@@ -93,8 +103,155 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
     scope = _forked(function)
     region = _Region(closures, leaves, structure, scope)
     outputs: tuple[Tensor, ...] = _apply(region, region.run, *markers_of(scope), *tensors)
+    region.results = _Results()  # the graph has them, and frees them in the backward
     result: Y = region.rebuild(outputs)
     return result
+
+
+def save_results(
+    function: Callable[..., Y], operators: Mapping[OpOverload, int]
+) -> Callable[..., Y]:
+    """Returns `function`, of which a `checkpoint` around it saves what some operators compute.
+
+    The backward takes these results in place of computing them again, and computes all others: it
+    is selective activation checkpointing. Outside of a checkpoint, under torch.compile, under
+    forward mode and where ranks are simulated as one batch everything is computed again.
+
+    Shape and types: as `function`. Backward: as that of `checkpoint`; memory between the two: its
+    arguments and the results.
+
+    Args:
+        function: is called in a function that `checkpoint` runs, as by `nn.fsdp_layers`.
+        operators: ATen operators, and of each the number n of which every n-th call is saved, the
+            first one included: `{torch.ops.aten.mm.default: 2}` saves every second matmul.
+
+    Raises:
+        TransformError: in backward, if the function calls an operator with other shapes.
+
+    Source: `torch.utils.checkpoint.create_selective_checkpoint_contexts`; the policy "op" of
+    torchtitan.
+
+    Example:
+        >>> import torch
+        >>> from shardmap_torch import checkpoint, save_results
+        >>> layer = save_results(lambda x, w: torch.tanh(x @ w), {torch.ops.aten.mm.default: 1})
+        >>> x, w = torch.zeros(1, 1), torch.ones(1, 1, requires_grad=True)
+        >>> checkpoint(layer, x + 1, w).backward()
+        >>> w.grad
+        tensor([[0.4200]])
+    """
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Y:
+        results = None if torch.compiler.is_dynamo_compiling() else _RESULTS.get()
+        with nullcontext() if results is None else _Saving(results, operators):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What an operator has computed: tensors, how often they were written, and of which shapes."""
+
+    value: Any
+    versions: list[int]
+    shapes: list[torch.Size]
+
+
+class _Results:
+    """The results that a region saves, by operator and number of the call."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[OpOverload, int], _Result] = {}
+        self.is_complete = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Records or reads them; does neither where tangents are computed by the same operators."""
+        token = _RESULTS.set(self if forward_level() < 0 else None)
+        try:
+            yield
+        finally:
+            _RESULTS.reset(token)
+
+    def end(self) -> None:
+        """Ends the first run; what was written into after it was computed is not saved."""
+        self.is_complete = True
+        written = [key for key, each in self.of.items() if _versions(each.value) != each.versions]
+        for key in written:
+            del self.of[key]
+
+    def tensors(self) -> list[Tensor]:
+        """Returns what autograd saves."""
+        return [x for each in self.of.values() for x in _tensors(each.value)]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "_Results":
+        """Returns results that have what autograd has saved."""
+        saved, results = iter(tensors), _Results()
+        results.is_complete = True
+        for key, each in self.of.items():
+            value = map_tensors(lambda _: next(saved), each.value)
+            results.of[key] = _Result(value, [], each.shapes)
+        return results
+
+    def without_tensors(self) -> "_Results":
+        """Returns what `with_tensors` needs."""
+        results = _Results()
+        for key, each in self.of.items():
+            results.of[key] = _Result(map_tensors(_empty, each.value), [], each.shapes)
+        return results
+
+
+_RESULTS: Final[ContextVar[_Results | None]] = ContextVar("results", default=None)
+"""Those of the region that runs."""
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _versions(tree: Any) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in _tensors(tree)]
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty(0, device="meta")
+
+
+class _Saving(TorchDispatchMode):
+    """Dispatch mode that records results in a first run, and returns them in later ones."""
+
+    def __init__(self, results: _Results, operators: Mapping[OpOverload, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._results, self._operators = results, operators
+        self._calls: Counter[OpOverload] = Counter()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        every = self._operators.get(func)
+        if every is None:
+            return func(*args, **kwargs or {})
+        key, shapes = (func, self._calls[func]), [x.shape for x in _tensors((args, kwargs))]
+        self._calls[func] += 1
+        if self._results.is_complete:
+            saved = self._results.of.get(key)
+            return func(*args, **kwargs or {}) if saved is None else _read(key, saved, shapes)
+        value = func(*args, **kwargs or {})
+        if key[1] % every == 0:
+            self._results.of[key] = _Result(value, _versions(value), shapes)
+        return value
+
+
+def _read(key: tuple[OpOverload, int], saved: _Result, shapes: list[torch.Size]) -> Any:
+    if shapes != saved.shapes:
+        first, again = ([list(each) for each in every] for every in (saved.shapes, shapes))
+        raise TransformError(
+            f"checkpoint: call {key[1]} of {key[0]} had operands of shapes {first} at first and "
+            f"{again} when the function was run again; it must compute the same."
+        )
+    return map_tensors(Tensor.detach, saved.value)
 
 
 def _forked(function: Callable[..., Any]) -> Scope | None:
@@ -124,6 +281,7 @@ class _Region:
         self.out_leaves: list[Any] = []
         self.out_places: list[int] = []
         self.out_structure: Any = None
+        self.results = _Results()
 
     def run(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Calls the function on markers and tensors, in the scope of the first call."""
@@ -148,8 +306,9 @@ class _Region:
 
     def first(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function for its value, without saving anything for autograd."""
-        with self.draws.recorded(), self._seen_first():
+        with self.draws.recorded(), self._seen_first(), self._saving():
             outputs = run(*operands)
+        self.results.end()
         own = {id(x) for x in operands}
         return tuple(y.view_as(y) if id(y) in own else y for y in outputs)
 
@@ -157,6 +316,10 @@ class _Region:
         if self.scope is None or not is_checker(self.scope.backend):
             return nullcontext()
         return self.scope.backend.first_run()
+
+    def _saving(self) -> AbstractContextManager[None]:
+        is_checked = self.scope is not None and is_checker(self.scope.backend)
+        return nullcontext() if is_checked else self.results.used()
 
     def again(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function again with the autocast and random states of the first run."""
@@ -301,8 +464,9 @@ class _Checkpoint(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         region, run, *operands = inputs
         ctx.set_materialize_grads(False)
-        ctx.region, ctx.run = region, run
-        ctx.save_for_backward(*operands)
+        ctx.region, ctx.run, ctx.num_operands = region, run, len(operands)
+        ctx.results = region.results.without_tensors()
+        ctx.save_for_backward(*operands, *region.results.tensors())
         ctx.save_for_forward(*operands)
         ctx.mark_non_differentiable(
             *[y for y in output if not (y.is_floating_point() or y.is_complex())]
@@ -310,8 +474,10 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        return None, None, *ctx.region.pull_back(ctx.run, ctx.saved_tensors, grads, needed)
+        needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
+        operands, results = saved[: ctx.num_operands], saved[ctx.num_operands :]
+        with ctx.results.with_tensors(results).used():
+            return None, None, *ctx.region.pull_back(ctx.run, operands, grads, needed)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:

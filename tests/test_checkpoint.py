@@ -1,6 +1,7 @@
 """checkpoint: the same values and gradients with less saved, wherever it runs."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch import (
     I,
@@ -21,7 +23,10 @@ from shardmap_torch import (
     checkpoint,
     convert,
     make_mesh,
+    nn,
+    save_results,
     shard_map,
+    value_and_grad,
 )
 from shardmap_torch.mesh import Mesh
 from tests.support.pool import Gloo
@@ -557,3 +562,126 @@ def test_closed_over_values_of_a_batched_body_keep_their_ranks_when_its_levels_a
         return torch.func.grad(lambda x: f(x).sum())(torch.ones(4)), pull(torch.ones_like(y))
 
     same(compute)
+
+
+# ----------------------------------------------------------------------------- saved results
+
+MM: Any = torch.ops.aten.mm.default
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts matmuls, and refers to what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.count, self.made = 0, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if func is MM:
+            self.count += 1
+            self.made.append(weakref.ref(out.untyped_storage()))
+        return out
+
+
+def deep(x: Tensor, *weights: Tensor) -> Tensor:
+    for w in weights:
+        x = torch.tanh(x @ w)
+    return x
+
+
+def squares(function: Call) -> Callable[..., Tensor]:
+    """The function's squared results, with its matmuls saved, all and every second one."""
+    return lambda *args: checkpoint(function, *args).square().sum()
+
+
+def matrices(count: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("every", "again"), [(1, 0), (2, 2), (3, 3)])
+def test_saved_results_are_not_computed_again(every: int, again: int) -> None:
+    operands = matrices(6)
+    with Matmuls() as matmuls:
+        y = squares(save_results(deep, {MM: every}))(*operands)
+        alive = sum(each() is not None for each in matmuls.made)
+        found = torch.autograd.grad(y, operands, retain_graph=True)
+        assert matmuls.count == 5 + again + 10
+        assert alive == 5 - again
+        torch.testing.assert_close(torch.autograd.grad(y, operands), found, rtol=0, atol=0)
+        assert not any(each() is not None for each in matmuls.made[:5])  # freed in the backward
+    expected = torch.autograd.grad(deep(*operands).square().sum(), operands)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+SAVING: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, *w: torch.func.grad(f, (0, 1))(*w),
+    "jvp": lambda f, *w: torch.func.jvp(f, w, w),
+    "jvp of grad": lambda f, *w: torch.func.jvp(torch.func.grad(f), w, w),
+    "hessian": lambda f, *w: torch.func.hessian(f)(*w),
+    "grad of grad": lambda f, *w: torch.func.grad(lambda *a: torch.func.grad(f)(*a).square().sum())(
+        *w
+    ),
+    "late vjp": lambda f, *w: torch.func.vjp(f, *w)[1](torch.ones((), dtype=torch.float64)),
+    "vmap of grad": lambda f, x, *w: torch.func.vmap(
+        torch.func.grad(f), in_dims=(0, *[None] * len(w))
+    )(torch.stack([x, 2 * x]), *w),
+}
+
+
+@pytest.mark.parametrize("transform", SAVING.values(), ids=SAVING)
+@pytest.mark.parametrize("every", [1, 2])
+def test_saved_results_change_no_derivative(transform: Callable[..., Any], every: int) -> None:
+    operands = [x.detach() for x in matrices(4)]
+    found = transform(squares(save_results(deep, {MM: every})), *operands)
+    expected = transform(lambda *args: deep(*args).square().sum(), *operands)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_was_written_into_is_computed_again() -> None:
+    def scaled(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh((x @ w).mul_(2))
+
+    operands = matrices(2)
+    found = torch.autograd.grad(squares(save_results(scaled, {MM: 1}))(*operands), operands)
+    expected = torch.autograd.grad(scaled(*operands).square().sum(), operands)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def test_saved_results_of_other_shapes_are_rejected() -> None:
+    runs: list[int] = []
+
+    def changing(x: Tensor, w: Tensor) -> Tensor:
+        runs.append(1)
+        return x[: 5 - len(runs)] @ w
+
+    with pytest.raises(TransformError) as error:
+        squares(save_results(changing, {MM: 1}))(*matrices(2)).backward()
+    assert str(error.value) == (
+        "checkpoint: call 0 of aten.mm.default had operands of shapes [[4, 4], [4, 4]] at first "
+        "and [[3, 4], [4, 4]] when the function was run again; it must compute the same."
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("check", ["local", "global", False])
+def test_layers_that_save_results_have_the_gradients_without(ranks: int, check: Any) -> None:
+    specs, mesh = {"w": P("dp")}, make_mesh((ranks,), ("dp",), kind="simulated")
+
+    def run(layer: Call) -> Any:
+        def loss(layers: Any, x: Tensor) -> Tensor:
+            y = nn.fsdp_layers(layer, layers, x, specs=specs, axis="dp")
+            return all_reduce(y.square().sum(), "dp", dst=I)
+
+        in_specs, out_specs = ([specs] * 3, P("dp")), (P(), [specs] * 3)
+        step = shard_map(
+            value_and_grad(loss), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check
+        )
+        x, *weights = [x.detach() for x in matrices(4)]
+        return step([{"w": w} for w in weights], x)
+
+    def layer(params: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ params["w"])
+
+    torch.testing.assert_close(run(save_results(layer, {MM: 1})), run(layer), rtol=0, atol=1e-13)

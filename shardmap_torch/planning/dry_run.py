@@ -5,6 +5,7 @@ what is alive at a time is what a run would keep alive. Only the backend differs
 returns an empty tensor of the shape that the table of movements gives.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -166,6 +167,7 @@ class DryRun:
         steps: in order.
         blocks: every storage.
         results: bytes of the results.
+        program: equal for runs of the same operators on the same operands up to their sizes.
     """
 
     name: str
@@ -173,6 +175,7 @@ class DryRun:
     steps: list[Step] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     results: int = 0
+    program: int = 0
 
     def live(self) -> list[int]:
         """Returns the bytes alive after each step, those before the first one in front."""
@@ -269,6 +272,7 @@ def run_dry(call: Call, counts: bool = False) -> DryRun:
                 f"tensor ({error.func}). Use torch.where, or keep the number out of the body."
             ) from None
         run.results = sum(each.nbytes for each in result.crossing)
+        tape.note("results", result.crossing)
         tape.mark_results(result.crossing)
         outs = [each for each in result.crossing if each.requires_grad]
         if outs:
@@ -328,7 +332,7 @@ class Tape(TorchDispatchMode):
         self._costs: dict[Key, _Cost] = {}
         self._known: dict[int, tuple[ref[torch.UntypedStorage], Block]] = {}
         self._sites: dict[int, Site | None] = {}
-        self._calls = self._frames = 0
+        self._calls = self._frames = self._noted = 0
         self._inside = False
 
     def __enter__(self) -> "Tape":
@@ -365,6 +369,7 @@ class Tape(TorchDispatchMode):
 
     def _record(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         out, cost = self._run(func, args, kwargs)
+        self.note(func, [*tensors_of(out)], _choices(func, args, kwargs), (args, kwargs))
         self._sites.setdefault(sequence_number() - 1, call_site())
         made = self._blocks([*tensors_of(out)], cost.name)
         if (made and not cost.is_free) or func._schema.is_mutable:
@@ -393,10 +398,26 @@ class Tape(TorchDispatchMode):
     def hold(self, arguments: Sequence[Tensor]) -> None:
         """Records what the caller has, and the call cannot free."""
         self.run.steps.clear()
-        self._calls = self._frames = 0
+        self._calls = self._frames = self.run.program = 0
+        for at, x in enumerate(arguments):
+            x._shardmap_number = (-1, at)  # type: ignore[attr-defined]
         self._blocks(arguments, ARGUMENT)
         for block in self.run.blocks:
             block.owner, block.site, block.born = ARGUMENT, None, 0
+
+    def note(
+        self, what: object, made: Sequence[Tensor], choices: Any = (), operands: Any = ()
+    ) -> None:
+        """Notes an operator in `DryRun.program`: its line, its operands, and what it makes."""
+        if self._fake is None:
+            return
+        read = [_number(x) for x in flatten(operands)[0] if isinstance(x, Tensor)]
+        known = [_number(x) for x in made]
+        self.run.program = hash((self.run.program, what, choices, call_site(), *read, None, *known))
+        for at, x in enumerate(made):
+            if known[at] is None:
+                x._shardmap_number = (self._noted, at)  # type: ignore[attr-defined]
+        self._noted += 1
 
     def mark_results(self, results: Sequence[Tensor]) -> None:
         """Marks the storages that results are in."""
@@ -456,6 +477,31 @@ class Tape(TorchDispatchMode):
         self._known.pop(key, None)
         block.died = len(self.run.steps) + 1
 
+
+def _number(x: Tensor) -> tuple[int, int] | None:
+    """Returns the number of the operator that made a tensor, and the position among its results."""
+    return vars(x).get("_shardmap_number")
+
+
+def _choices(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the arguments of an operator that are no tensors, sizes or numbers: dims, dtypes."""
+    given = [(at, each) for at, each in enumerate(args) if at in _chosen(func)]
+    return repr(given + [(name, each) for name, each in kwargs.items() if name in _chosen(func)])
+
+
+@cache
+def _chosen(func: OpOverload) -> frozenset[int | str]:
+    """Returns positions and names of the arguments of an operator that choose what it does."""
+    chosen = [
+        (at, each.name)
+        for at, each in enumerate(func._schema.arguments)
+        if not _SIZES & {*_WORDS.findall(each.real_type.str())}  # type: ignore[attr-defined]
+    ]
+    return frozenset(key for keys in chosen for key in keys)
+
+
+_SIZES: Final = {"SymInt", "Tensor", "number", "Scalar", "float"}
+_WORDS: Final = re.compile(r"\w+")
 
 _DEVICE: Final = torch.ops.prim.device.default
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -127,9 +128,9 @@ def best_mesh(
     """Ranks the meshes of `num_ranks` ranks by the estimated time of a step that fits.
 
     Every factorization of the ranks over the axes, in this order, is tried: the step is built,
-    checked and estimated. A step that sends the same from the same kinds of values as one that was
-    checked, in other sizes, is not checked again unless it comes out as the best. What cannot be
-    built, such as heads that do not divide, is listed with its reason.
+    checked and estimated. Steps that call the same operators on the same operands, on the same
+    lines and up to sizes, are checked once: types do not depend on sizes. The best one is checked
+    in any case. What cannot be built, such as heads that do not divide, is listed with its reason.
 
     Args:
         build: makes the step for a mesh, with a batch of the same global size on each.
@@ -192,13 +193,15 @@ class _Search:
         build: makes a step for a mesh.
         axes: names of the axes.
         hardware: on which steps are estimated.
-        checked: the call that was checked last.
+        checked: calls that were checked, by the axes that have several ranks.
+        programs: what these did, up to sizes.
     """
 
     build: Build
     axes: tuple[str, ...]
     hardware: Hardware
-    checked: Dry | None = None
+    checked: dict[tuple[bool, ...], Dry] = field(default_factory=dict)
+    programs: set[int] = field(default_factory=set)
 
     def candidate(self, sizes: tuple[int, ...]) -> Candidate:
         """Estimates a step."""
@@ -206,19 +209,24 @@ class _Search:
         found = partial(Candidate, mesh, self.build, self.hardware)
         try:
             step, args = self.build(mesh)
-            return found(Estimate(self._run(step, args), self.hardware).to_json())
+            return found(Estimate(self._run(step, args, mesh), self.hardware).to_json())
         except ShardMapError as error:
             return found(why=_first_line(error))
 
-    def _run(self, step: Callable[..., Any], args: Sequence[Any]) -> DryRun:
-        dry = checked(step, args, {}, self.checked)
-        if dry.resized:
-            try:
-                return run_dry(dry.call, self.hardware.counts)
-            except Departure:
-                dry = checked(step, args, {})
-        self.checked = dry
-        return run_dry(dry.call, self.hardware.counts)
+    def _run(self, step: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -> DryRun:
+        """Runs a step after a check of it, or of one that does the same in other sizes."""
+        several = tuple(size > 1 for size in mesh.axis_sizes)
+        alike = checked(step, args, {}, self.checked.get(several))
+        if alike.resized:
+            with suppress(Departure):
+                run = run_dry(alike.call, self.hardware.counts)
+                if run.program in self.programs:
+                    return run
+        dry = checked(step, args, {}) if alike.resized else alike
+        run = run_dry(dry.call, self.hardware.counts)
+        self.checked[several] = dry
+        self.programs.add(run.program)
+        return run
 
 
 def _on_processes(

@@ -5,13 +5,14 @@ from typing import Any
 import optree
 import pytest
 import torch
+from torch import Tensor
 
 from examples.gpt import model
 from examples.gpt.model import Config
 from examples.gpt.optim import make_optimizer
 from examples.gpt.parallel import Parallel
 from examples.gpt.step import sharded_step
-from shardmap_torch import Mesh, P, device_put, make_mesh
+from shardmap_torch import Mesh, P, ShapeDtype, device_put, make_mesh, shard_map
 from shardmap_torch.backends.traffic import counting_bytes
 from shardmap_torch.mesh.mesh import Kind
 from shardmap_torch.planning import dry_run as dry_run_module
@@ -86,3 +87,28 @@ def test_operations_that_are_not_run_again_are_what_they_would_be(
     again = dry_run(step, args, {})
     assert found.steps == again.steps
     assert found.live() == again.live()
+
+
+PLAIN: dict[str, Any] = {
+    "op": torch.add, "second": 1, "cut": 0, "length": 2, "dim": 0, "scale": 2.0, "dtype": None
+}  # fmt: skip
+
+
+def program(ranks: int, **changes: Any) -> int:
+    mesh, how = make_mesh((ranks,), ("dp",), kind="abstract"), PLAIN | changes
+
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        z = how["op"](x, (x, y)[how["second"]]).narrow(how["cut"], 0, how["length"])
+        total: Tensor = z.sum(how["dim"], dtype=how["dtype"]) * how["scale"]
+        return total
+
+    mapped = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    return dry_run(mapped, [ShapeDtype((64, 8)), ShapeDtype((64, 8))], {}).program
+
+
+def test_programs_are_equal_up_to_sizes() -> None:
+    plain = program(2)
+    assert program(4, length=1, scale=3.0) == plain
+    others = {"op": torch.sub, "second": 0, "cut": 1, "dim": 1, "dtype": torch.float64}
+    for name, value in others.items():
+        assert program(2, **{name: value}) != plain, name

@@ -80,20 +80,27 @@ def test_a_step_that_sends_something_else_and_is_wrong_has_no_estimate(sends: st
     assert found == {(1, 8): True, (2, 4): True, (4, 2): False, (8, 1): False}
 
 
-def wrong_on_many(mesh: Mesh) -> tuple[Any, tuple[ShapeDtype, ...]]:
-    def body(x: Tensor) -> Tensor:
-        total = all_reduce(x.sum(), ("dp", "tp"), dst=I)
-        return total + x[0] if mesh.shape["dp"] > 4 else total.exp().exp().exp()
-
-    step = shard_map(body, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P())
-    return step, (ShapeDtype((1024,)),)
+BODIES: dict[str, Any] = {
+    "another operator": lambda x, total, odd: total + x[0] if odd else total.exp().exp(),
+    "another operand": lambda x, total, odd: total + (x[:1].sum() if odd else total),
+    "another result": lambda x, total, odd: (total, x.sum())[odd],
+}
 
 
-def test_a_wrong_step_is_not_the_best() -> None:
-    ranking = best_mesh(wrong_on_many, 8, axes=("dp", "tp"), hardware=H100)
-    *right, wrong = ranking.candidates
-    assert {candidate.mesh.axis_sizes for candidate in right} == {(1, 8), (2, 4), (4, 2)}
-    assert wrong.why == "body: the result does not match out_specs:"
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_step_that_is_wrong_on_some_meshes_has_no_estimate_there(body: Any) -> None:
+    def build(mesh: Mesh) -> tuple[Any, tuple[ShapeDtype, ...]]:
+        def run(x: Tensor) -> Tensor:
+            total: Tensor = all_reduce(x.sum(), ("dp", "tp"), dst=I)
+            result: Tensor = body(x, total, mesh.shape["dp"] == 4)
+            return result
+
+        step = shard_map(run, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P())
+        return step, (ShapeDtype((1024,)),)
+
+    ranking = best_mesh(build, 16, axes=("dp", "tp"), hardware=H100)
+    wrong = {each.mesh.axis_sizes: each.why for each in ranking.candidates if each.why}
+    assert wrong == {(4, 4): "run: the result does not match out_specs:"}
 
 
 def test_what_does_not_divide_is_listed_with_its_reason() -> None:

@@ -395,6 +395,7 @@ def _describe_tensors(
 ) -> tuple[_Made | None, ...] | None:
     """Describes results, which may be None; None if one is more than new memory or a view."""
     places = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(reversed(operands))}
+    known = {id(operand) for operand in operands}
     made: list[_Made | None] = []
     new: set[int] = set()
     for item in outs:
@@ -403,7 +404,7 @@ def _describe_tensors(
             continue
         if type(item) is not FakeTensor or not is_simple(item) or item.requires_grad:
             return None
-        if any(item is operand for operand in operands):
+        if id(item) in known:
             return None
         storage = item.untyped_storage()
         place = places.get(storage._cdata)
