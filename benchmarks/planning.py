@@ -12,6 +12,7 @@ AdamW and clipping. Steps that accumulate gradients are estimated for one microb
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +41,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.optim import adamw, clip_by_global_norm, sync_gradients
 from shardmap_torch.planning import A100, H100, Estimate, Hardware, best_mesh, estimate
+from shardmap_torch.planning.dry_run import Block, DryRun
 
 Params = Any
 
@@ -341,7 +343,9 @@ def main() -> None:
         tokens = row.batch * row.length / row.ranks[1] / found.seconds
         ratios.append(tokens / row.tokens)
         sizes = "x".join(map(str, row.ranks))
-        memory = "" if row.memory is None else f" of {row.memory:.1f}"
+        memory = ""
+        if row.memory is not None:
+            memory = f", {reserved(found.run) / 2**30:.1f} reserved of {row.memory:.1f}"
         print(
             f"{row.model:22} {sizes:>9} {row.recompute:10} {tokens:9.0f} {row.tokens:10.0f} "
             f"{ratios[-1]:6.2f}  {found.peak / 2**30:.1f}{memory} GiB, {row.hardware.name}, "
@@ -357,6 +361,48 @@ def estimate_of(row: Published) -> Estimate:
     mesh = make_mesh(row.ranks, ("fsdp", "tp"), kind="abstract")
     step, args = build(mesh, row.llama, row.batch, row.length, row.recompute, donates=True)
     return estimate(step, *args, hardware=row.hardware)
+
+
+def reserved(run: DryRun) -> int:
+    """Returns the bytes that torchtitan reports: what the allocator of CUDA reserves at most.
+
+    FSDP2 allocates what gathers and reductions return in streams of their own, and streams do not
+    share memory (torch's `_fsdp_collectives.py`). Segments are expandable, as torchtitan sets them.
+    """
+    pools: defaultdict[str, _Segment] = defaultdict(_Segment)
+    blocks = [block for block in run.blocks if block.died is None or block.died > block.born]
+    events = [(block.born, 1, block) for block in blocks]
+    events += [(block.died, 0, block) for block in blocks if block.died is not None]
+    for _, is_born, block in sorted(events, key=lambda each: each[:2]):
+        pool = pools[block.owner.partition("(")[0] if block.is_message else ""]
+        (pool.take if is_born else pool.free)(block)
+    return sum(pool.size for pool in pools.values())
+
+
+class _Segment:
+    """Memory that grows at its end; blocks go into the smallest hole that has their size."""
+
+    def __init__(self) -> None:
+        self.size, self._holes, self._starts = 0, dict[int, int](), dict[int, int]()
+
+    def take(self, block: Block) -> None:
+        size = -(-block.nbytes // 512) * 512
+        holes = self._holes.items()
+        length, start = min(((n, at) for at, n in holes if n >= size), default=(0, self.size))
+        if not length:  # the last hole grows, if it ends where the segment does
+            start = next((at for at, n in holes if at + n == self.size), self.size)
+            length, self.size = size, start + size
+        self._holes.pop(start, None)
+        if length > size:
+            self._holes[start + size] = length - size
+        self._starts[id(block)] = start
+
+    def free(self, block: Block) -> None:
+        start = self._starts.pop(id(block))
+        end = start + -(-block.nbytes // 512) * 512
+        end += self._holes.pop(end, 0)
+        before = next((at for at, n in self._holes.items() if at + n == start), start)
+        self._holes[before] = end - before
 
 
 CHOSEN: Final = (
