@@ -255,12 +255,15 @@ def _checked(
     return Dry(given, f._shardmap_dry(call, verdict, resized), verdict, resized)  # type: ignore[attr-defined]
 
 
-def run_dry(call: Call, counts: bool = False) -> DryRun:
-    """Runs the first rank of a checked call on tensors without data; `counts` Python's frames."""
+def run_dry(call: Call, counts: bool = False, compares: bool = False) -> DryRun:
+    """Runs the first rank of a checked call on tensors without data.
+
+    `counts` Python's frames; `compares` it with other runs, by `DryRun.program`.
+    """
     run = DryRun(call.name, call.mesh)
     call = replace(call, takes=True)
     fake = fake_mode()
-    tape = Tape(run, fake)
+    tape = Tape(run, fake, compares)
     with postponing_full_collections(), fake, tape, tape.counting() if counts else nullcontext():
         local = [_shard(call, position) for position in call.crossing]
         tape.hold(local)
@@ -272,7 +275,8 @@ def run_dry(call: Call, counts: bool = False) -> DryRun:
                 f"tensor ({error.func}). Use torch.where, or keep the number out of the body."
             ) from None
         run.results = sum(each.nbytes for each in result.crossing)
-        tape.note("results", result.crossing)
+        if compares:
+            tape.note("results", result.crossing)
         tape.mark_results(result.crossing)
         outs = [each for each in result.crossing if each.requires_grad]
         if outs:
@@ -325,9 +329,12 @@ class _Dry(RankBackend):
 class Tape(TorchDispatchMode):
     """Dispatch mode that records the operations of a run, and the storages that they make."""
 
-    def __init__(self, run: DryRun, fake: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self, run: DryRun, fake: FakeTensorMode | None = None, compares: bool = False
+    ) -> None:
         """Starts without steps; `fake` is the mode of tensors without data."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._compares = compares
         self.run, self._fake = run, fake
         self._costs: dict[Key, _Cost] = {}
         self._known: dict[int, tuple[ref[torch.UntypedStorage], Block]] = {}
@@ -369,7 +376,8 @@ class Tape(TorchDispatchMode):
 
     def _record(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         out, cost = self._run(func, args, kwargs)
-        self.note(func, [*tensors_of(out)], _choices(func, args, kwargs), (args, kwargs))
+        if self._compares:
+            self.note(func, [*tensors_of(out)], _choices(func, args, kwargs), (args, kwargs))
         self._sites.setdefault(sequence_number() - 1, call_site())
         made = self._blocks([*tensors_of(out)], cost.name)
         if (made and not cost.is_free) or func._schema.is_mutable:
@@ -399,7 +407,7 @@ class Tape(TorchDispatchMode):
         """Records what the caller has, and the call cannot free."""
         self.run.steps.clear()
         self._calls = self._frames = self.run.program = 0
-        for at, x in enumerate(arguments):
+        for at, x in enumerate(arguments if self._compares else ()):
             x._shardmap_number = (-1, at)  # type: ignore[attr-defined]
         self._blocks(arguments, ARGUMENT)
         for block in self.run.blocks:
@@ -409,8 +417,6 @@ class Tape(TorchDispatchMode):
         self, what: object, made: Sequence[Tensor], choices: Any = (), operands: Any = ()
     ) -> None:
         """Notes an operator in `DryRun.program`: its line, its operands, and what it makes."""
-        if self._fake is None:
-            return
         read = [_number(x) for x in flatten(operands)[0] if isinstance(x, Tensor)]
         known = [_number(x) for x in made]
         self.run.program = hash((self.run.program, what, choices, call_site(), *read, None, *known))

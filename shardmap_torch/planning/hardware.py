@@ -98,7 +98,9 @@ def ranks_per_host(mesh: Mesh, axes: Sequence[str], devices: int) -> int:
         >>> ranks_per_host(mesh, ("tp",), 8), ranks_per_host(mesh, ("dp",), 8)
         (8, 1)
     """
-    return sum(rank < devices for rank in mesh.peers(tuple(axes), mesh.coordinates(0)))
+    along = {*mesh.finest(axes)}
+    places = [mesh.coordinates(rank) for rank in range(min(devices, mesh.size))]
+    return sum(not any(at for axis, at in place.items() if axis not in along) for place in places)
 
 
 def read_hardware(path: str | Path) -> Hardware:

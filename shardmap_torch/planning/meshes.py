@@ -219,11 +219,11 @@ class _Search:
         alike = checked(step, args, {}, self.checked.get(several))
         if alike.resized:
             with suppress(Departure):
-                run = run_dry(alike.call, self.hardware.counts)
+                run = run_dry(alike.call, self.hardware.counts, compares=True)
                 if run.program in self.programs:
                     return run
         dry = checked(step, args, {}) if alike.resized else alike
-        run = run_dry(dry.call, self.hardware.counts)
+        run = run_dry(dry.call, self.hardware.counts, compares=True)
         self.checked[several] = dry
         self.programs.add(run.program)
         return run

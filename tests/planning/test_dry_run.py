@@ -16,7 +16,7 @@ from shardmap_torch import Mesh, P, ShapeDtype, device_put, make_mesh, shard_map
 from shardmap_torch.backends.traffic import counting_bytes
 from shardmap_torch.mesh.mesh import Kind
 from shardmap_torch.planning import dry_run as dry_run_module
-from shardmap_torch.planning.dry_run import DryRun, Tape, dry_run
+from shardmap_torch.planning.dry_run import DryRun, Tape, checked, dry_run, run_dry
 from tests.support.pool import Gloo
 
 CHOICES = {
@@ -103,7 +103,8 @@ def program(ranks: int, **changes: Any) -> int:
         return total
 
     mapped = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
-    return dry_run(mapped, [ShapeDtype((64, 8)), ShapeDtype((64, 8))], {}).program
+    call = checked(mapped, [ShapeDtype((64, 8)), ShapeDtype((64, 8))], {}).call
+    return run_dry(call, compares=True).program
 
 
 def test_programs_are_equal_up_to_sizes() -> None:
