@@ -83,7 +83,7 @@ class Llama:
 
 
 Recompute: TypeAlias = Literal["full", "op", "compiled op", "half", "none"]
-"""What a backward computes again: all layers; of each all but attention and every second matmul,
+"""Layers that a backward computes again: all; of each all but attention and every second matmul,
 as torchtitan's selective recomputation "op" does; every second layer; nothing. A compiler saves no
 last matmul of a layer, which no gradient needs."""
 

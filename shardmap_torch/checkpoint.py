@@ -152,7 +152,7 @@ def save_results(
 
 @dataclass(frozen=True)
 class _Result:
-    """What an operator has computed: tensors, how often they were written, and of which shapes."""
+    """Tensors that an operator has computed, how often they were written, and operands' shapes."""
 
     value: Any
     versions: list[int]
