@@ -168,6 +168,7 @@ class DryRun:
         blocks: every storage.
         results: bytes of the results.
         program: equal for runs of the same operators on the same operands up to their sizes.
+        leaves: tensors that cross the boundary, arguments and results.
     """
 
     name: str
@@ -176,6 +177,7 @@ class DryRun:
     blocks: list[Block] = field(default_factory=list)
     results: int = 0
     program: int = 0
+    leaves: int = 0
 
     def live(self) -> list[int]:
         """Returns the bytes alive after each step, those before the first one in front."""
@@ -277,6 +279,7 @@ def run_dry(call: Call, counts: bool = False, compares: bool = False) -> DryRun:
         run.results = sum(each.nbytes for each in result.crossing)
         if compares:
             tape.note("results", result.crossing)
+        run.leaves = len(local) + len(result.crossing)
         tape.mark_results(result.crossing)
         outs = [each for each in result.crossing if each.requires_grad]
         if outs:

@@ -52,6 +52,8 @@ class Hardware:
 
     counts: ClassVar[bool] = False
     """True where Python's own time is part of estimates, so that a dry run counts its frames."""
+    hides: ClassVar[bool] = True
+    """True where a device computes while messages that it has begun early are on their way."""
 
     def seconds(self, step: Step) -> float:
         """Computes the time of an operator: its operations or its bytes, whichever take longer."""
@@ -60,8 +62,8 @@ class Hardware:
         computing = step.flops / (peak * (reached or self.matmul_efficiency))
         return max(computing, step.traffic / self.bandwidth, self.launch)
 
-    def on(self, mesh: Mesh) -> "Hardware":
-        """Returns the hardware as the ranks of a mesh use it."""
+    def on(self, run: DryRun) -> "Hardware":
+        """Returns the hardware as the ranks of a run use it."""
         return self
 
     def overheads(self, run: DryRun) -> Sequence[float]:

@@ -35,7 +35,7 @@ def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, 
 
     A rank waits for a message unless it has begun it ahead of time; messages wait for one another.
     """
-    hardware = hardware.on(run.mesh)
+    hardware = hardware.on(run)
     computing = sending = 0.0
     spans: list[Span] = []
     exposed: defaultdict[str, float] = defaultdict(float)
@@ -53,7 +53,7 @@ def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, 
             lane, end = MESSAGES, start + hardware.sending(step, *rings[step.axes])
             sending = arrives[step.number] = end
         spans.append(Span(step, lane, start, end))
-        if step.axes and (step.waits or step.number is None):
+        if step.axes and (step.waits or step.number is None or not hardware.hides):
             exposed[",".join(step.axes)] += end - computing
             computing = end
     return spans, exposed
