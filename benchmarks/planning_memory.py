@@ -77,7 +77,7 @@ def cases(num_ranks: int) -> Iterator[Case]:
             if torch.Size(full).numel() == num_ranks:
                 views = tuple(parallel.views(full, Config.experts))
                 name = f"GPT {choice} {'x'.join(map(str, sizes))}"
-                yield Case(name, full, parallel.mesh_axes, _gpt(parallel), views)
+                yield Case(name, full, parallel.mesh_axes, gpt(parallel), views)
     for layers in (2, 4):
         for name, sizes in LLAMA.items():
             if sizes[0] * sizes[1] == num_ranks:
@@ -91,7 +91,9 @@ def cases(num_ranks: int) -> Iterator[Case]:
                 yield Case(label, sizes, ("fsdp", "tp"), _llama(4, recompute, donates=True))
 
 
-def _gpt(parallel: Parallel) -> Callable[[Mesh], Built]:
+def gpt(parallel: Parallel) -> Callable[[Mesh], Built]:
+    """Returns what builds a step of the example GPT."""
+
     def build(mesh: Mesh) -> Built:
         config = Config(length=64, layers=4, parallel=parallel)
         optimizer, specs = make_optimizer(config, 1000, 20), model.specs(config)

@@ -1,17 +1,19 @@
 """Compares the estimated time of steps with what they take on 1, 2 and 4 processes of this machine.
 
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planning_time
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planning_time meshes
 
-The cases are those of `planning_memory`, and MLPs. Every case is estimated before and after it is
-measured; one whose estimates differ by more than a fifth is marked as disturbed. Steps take
-the median of several turns. Prints the ratio of each, how many are within 20 %, and the rank
-correlation of estimated and measured times.
+The cases are those of `planning_memory`, and MLPs. Steps take the median of several turns. Prints
+the ratio of each, how many are within 20 %, and the rank correlation of estimated and measured
+times; and beside these what the processor has done, in the thread that runs the step, which other
+programs disturb less. `meshes` does the same with the ten best meshes of a GPT on 4 processes, as
+`best_mesh` ranks them.
 """
 
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, Final
 
@@ -21,9 +23,10 @@ from torch import Tensor
 
 from benchmarks import planning_memory
 from benchmarks.planning_memory import Built, Case
+from examples.gpt.parallel import Parallel
 from shardmap_torch import I, Mesh, P, all_reduce, device_put, make_mesh, shard_map, value_and_grad
 from shardmap_torch.optim import sync_gradients
-from shardmap_torch.planning import estimate, this_machine
+from shardmap_torch.planning import Estimate, best_mesh, estimate, this_machine
 
 TURNS: Final = 5
 
@@ -52,54 +55,81 @@ def cases(num_ranks: int) -> Iterator[Case]:
     yield from planning_memory.cases(num_ranks)
 
 
-def measured(mesh: Mesh, built: Built) -> float:
-    """Returns the seconds of a step."""
+def gpt(mesh: Mesh) -> Built:
+    """Builds a step of the example GPT, with a choice for each axis of more than one rank."""
+    names = [axis for axis, size in mesh.shape.items() if size > 1]
+    return planning_memory.gpt(Parallel.of("+".join(names)))(mesh)
+
+
+def meshes(num_ranks: int) -> Iterator[Case]:
+    """Yields the ten best meshes, as `best_mesh` ranks them; every rank calls this."""
+    here = this_machine(make_mesh((num_ranks,), ("ranks",), kind="process_group"))
+    axes = "dp", "cp", "pp", "tp"
+    ranking = best_mesh(lambda mesh: gpt(mesh)[:2], num_ranks, axes=axes, hardware=here)
+    for each in ranking.candidates[:10]:
+        if each.figures is not None:
+            name = f"GPT dp x cp x pp x tp {'x'.join(map(str, each.mesh.axis_sizes))}"
+            yield Case(name, each.mesh.axis_sizes, axes, gpt)
+
+
+def measured(mesh: Mesh, built: Built) -> tuple[float, float]:
+    """Returns the seconds of a step, by the clock and of the processor for this thread."""
     step, args, specs = built
     args, times = device_put(args, mesh, specs), []
     for _ in range(TURNS + 1):  # the first one checks
         dist.barrier()
-        start = time.perf_counter()
+        start = time.perf_counter(), time.thread_time()
         step(*args)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
+        times.append((time.perf_counter() - start[0], time.thread_time() - start[1]))
+    wall, processor = zip(*times[1:], strict=True)
+    return median(wall), median(processor)
 
 
-def rank() -> None:
+def processor_seconds(found: Estimate) -> float:
+    """Returns what a rank computes, without messages."""
+    shared = found.seconds - sum(found.exposed.values())
+    return shared / found.hardware.sharing  # type: ignore[attr-defined]
+
+
+def rank(find: Callable[[int], Iterator[Case]]) -> None:
     """Compares on one rank; the first prints."""
     dist.init_process_group("gloo")
     num_ranks = dist.get_world_size()
     here = this_machine(make_mesh((num_ranks,), ("ranks",), kind="process_group"))
-    for case in cases(num_ranks):
+    for case in find(num_ranks):
         mesh = case.mesh("process_group")
         built = step, args, _ = case.build(mesh)
-        before = estimate(step, *args, hardware=here).seconds
-        real = measured(mesh, built)
-        after = estimate(step, *args, hardware=here).seconds
-        disturbed = max(before, after) > 1.2 * min(before, after)
+        found = estimate(step, *args, hardware=here)
+        real, processor = measured(mesh, built)
         if dist.get_rank() == 0:
-            found = min(before, after)
-            words = f"{real * 1e3:9.2f} ms  {found * 1e3:9.2f} ms  {found / real:5.2f}"
-            print(f"{case.name:44} {words}" + "  disturbed" * disturbed, flush=True)
+            alone = processor_seconds(found)
+            print(
+                f"{case.name:44} {real * 1e3:9.2f} ms  {found.seconds * 1e3:9.2f} ms  "
+                f"{found.seconds / real:5.2f}   {processor * 1e3:9.2f}  {alone * 1e3:9.2f}  "
+                f"{alone / processor:5.2f}",
+                flush=True,
+            )
 
 
-def main() -> None:
+def main(which: str, counts: Sequence[int]) -> None:
     """Starts the ranks, and sums up what they print."""
-    print(f"{'case':44} {'measured':>12}  {'estimated':>12}  ratio", flush=True)
-    real, found = [], []
-    for num_ranks in (1, 2, 4):
+    head = f"{'measured':>12}  {'estimated':>12}  ratio   {'processor':>9}  estimated  ratio"
+    print(f"{'case':44} {head}", flush=True)
+    found: list[list[float]] = []
+    for num_ranks in counts:
         command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)
-        module = "-m", "benchmarks.planning_time", "--rank"
+        module = "-m", "benchmarks.planning_time", "--rank", which
         lines = subprocess.run(
             [sys.executable, *command, *module], check=True, stdout=subprocess.PIPE, text=True
         ).stdout
         print(lines, end="", flush=True)
-        for line in lines.splitlines():
-            words = line.split(" ms")
-            if len(words) == 3:
-                real.append(float(words[0].split()[-1]))
-                found.append(float(words[1].split()[-1]))
-    near = sum(abs(b / a - 1) <= 0.2 for a, b in zip(real, found, strict=True))
-    print(f"{near} of {len(real)} within 20%; rank correlation {_correlation(real, found):.2f}")
+        rows = [line[44:].replace("ms", "").split() for line in lines.splitlines()]
+        found += [list(map(float, row)) for row in rows if len(row) == 6]
+    real, estimated, _, processor, alone, _ = map(list, zip(*found, strict=True))
+    for word, a, b in (("clock", real, estimated), ("processor", processor, alone)):
+        near = sum(abs(y / x - 1) <= 0.2 for x, y in zip(a, b, strict=True))
+        correlation = _correlation(a, b)
+        print(f"{word}: {near} of {len(a)} within 20%; rank correlation {correlation:.2f}")
 
 
 def _correlation(one: list[float], other: list[float]) -> float:
@@ -109,4 +139,9 @@ def _correlation(one: list[float], other: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    rank() if "--rank" in sys.argv else main()
+    which = "meshes" if "meshes" in sys.argv else "cases"
+    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
+    if "--rank" in sys.argv:
+        rank({"meshes": meshes, "cases": cases}[which])
+    else:
+        main(which, numbers or ([4] if which == "meshes" else [1, 2, 4]))

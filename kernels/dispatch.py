@@ -20,7 +20,13 @@ from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import KernelError, show
 from shardmap_torch.kernels.autograd import KernelCall, Unfused, block_rows
-from shardmap_torch.kernels.endpoint import Situation, endpoint_of, obstacle, place_of
+from shardmap_torch.kernels.endpoint import (
+    Situation,
+    endpoint_of,
+    is_modelled,
+    obstacle,
+    place_of,
+)
 from shardmap_torch.kernels.planner import (
     Options,
     Overlap,
@@ -224,7 +230,7 @@ def _prepare(
     if why is not None:
         # A check is among these. The composition has the kernels' types, forward and backward.
         return Prepared(collective, _unfused_plan(situation, problem, why), unfused)
-    assert isinstance(backend, ProcessGroupBackend)  # an obstacle otherwise
+    assert isinstance(backend, ProcessGroupBackend) or is_modelled(backend)  # by the obstacles
     x = operands[0]
     endpoint = endpoint_of(backend, collective.axes, x.device)
     fabric, is_forced = partial(endpoint.fabric, x.dtype), options.overlap == "require"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class Endpoint:
     """One device of this rank on the network along some axes, with its measured speed."""
 
     transport: Transport
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     device: torch.device
     _fabrics: dict[torch.dtype, Fabric] = field(default_factory=dict)
 
@@ -64,10 +64,24 @@ _ENDPOINTS: dict[tuple[int, tuple[str, ...], torch.device], Endpoint] = {}
 CPU: Final = torch.device("cpu")
 
 
+class Modelled(Protocol):
+    """A backend whose messages have no data: estimates run the kernels as GPUs would."""
+
+    def transport(self, axes: tuple[str, ...]) -> Transport:
+        """Returns this rank's end of the network along some axes."""
+
+
+def is_modelled(backend: object) -> TypeGuard[Modelled]:
+    """Returns whether messages of a backend have no data."""
+    return hasattr(backend, "transport")
+
+
 def endpoint_of(
-    backend: ProcessGroupBackend, axes: tuple[str, ...], device: torch.device = CPU
+    backend: ProcessGroupBackend | Modelled, axes: tuple[str, ...], device: torch.device = CPU
 ) -> Endpoint:
     """Returns the endpoint along `axes` of the backend's mesh, on a group of the kernels' own."""
+    if is_modelled(backend):
+        return Endpoint(backend.transport(axes), None, torch.device("cuda"))
     mesh = backend.mesh
     group = mesh.group(axes, "kernels")
     key = (id(mesh), axes, device)
@@ -115,7 +129,7 @@ def _is_compiled(s: Situation) -> bool:
 
 
 def _has_no_processes(s: Situation) -> bool:
-    return not isinstance(s.backend, ProcessGroupBackend)
+    return not (isinstance(s.backend, ProcessGroupBackend) or is_modelled(s.backend))
 
 
 def _is_out_of_order(s: Situation) -> bool:
@@ -128,7 +142,8 @@ def _is_elsewhere(s: Situation) -> bool:
 
 
 def _is_untried(s: Situation) -> bool:
-    return s.device_type == "cuda" and s.overlap != "require"
+    is_gpu = s.device_type == "cuda" or is_modelled(s.backend)
+    return is_gpu and s.overlap != "require"
 
 
 def _network(backend: Backend, axes: tuple[str, ...], device_type: str) -> str:
@@ -136,6 +151,8 @@ def _network(backend: Backend, axes: tuple[str, ...], device_type: str) -> str:
 
 
 def _lacks_network(s: Situation) -> bool:
+    if is_modelled(s.backend):
+        return False
     networks = ("gloo",) if s.device_type == "cpu" else ("gloo", "nccl")
     return _network(s.backend, s.axes, s.device_type) not in networks
 
@@ -176,7 +193,7 @@ def place_of(backend: Backend, overlap: Overlap) -> Backend | Mesh | None:
     may overlap; on simulated ranks, where nothing ever overlaps, the mesh.
     """
     if backend.mesh.kind not in PROCESS_KINDS:
-        return None if is_checker(backend) else backend.mesh
+        return None if is_checker(backend) or is_modelled(backend) else backend.mesh
     if type(backend) is not ProcessGroupBackend or torch.compiler.is_compiling():
         return None
     is_ordinary = overlap == "off" or (

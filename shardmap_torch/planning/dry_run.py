@@ -46,7 +46,9 @@ from shardmap_torch.core.torch_private.engine import (
 )
 from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.errors import TransformError
+from shardmap_torch.kernels.transport import Transport
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.planning.overlapped import transport_of
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.spec import P
 
@@ -106,6 +108,7 @@ class Step:
         hops: messages that come after one another.
         number: of a message that goes on while the rank computes; None for all others.
         waits: whether this is the wait for that message.
+        after: the number of steps that are done before that message begins; None for all of them.
         calls: operators since the last step, this one and views included.
         frames: Python functions called since the last step, if they are counted.
         operation: what runs it again.
@@ -122,6 +125,7 @@ class Step:
     hops: int = 0
     number: int | None = None
     waits: bool = False
+    after: int | None = None
     calls: int = 0
     frames: int = field(default=0, compare=False)
     operation: Operation | None = field(default=None, compare=False, repr=False)
@@ -324,6 +328,10 @@ class _Dry(RankBackend):
         y = self._tape.message(collective.move, collective, x, shape, num_ranks, number)
         return partial(self._finish, collective, number, [y])
 
+    def transport(self, axes: tuple[str, ...]) -> Transport:
+        """Returns what overlapped kernels send on: messages of their own, beside their matmuls."""
+        return transport_of(self._tape, axes, self.position(axes)[1])
+
     def _finish(self, collective: Collective, number: int, result: list[Tensor]) -> Tensor:
         self._tape.step(f"wait for {collective}", axes=collective.axes, number=number, waits=True)
         return result.pop()
@@ -445,16 +453,15 @@ class Tape(TorchDispatchMode):
         """Records a collective; with a number it goes on while the rank computes."""
         y, row = x.new_empty(shape), collective.row
         self.run.blocks[-1].is_message = True
-        self.step(
-            str(collective),
-            axes=collective.axes,
-            sent=round(row.sent_by(num_ranks) * x.nbytes),
-            hops=_HOPS[row.sent](num_ranks),
-            number=number,
-            dtype=x.dtype,
-            operation=Operation((move, collective), (Like.of(x),)),
-        )
+        sent = round(row.sent_by(num_ranks) * x.nbytes)
+        self.send(move, collective, x, sent=sent, hops=_HOPS[row.sent](num_ranks), number=number)
         return y
+
+    def send(self, move: str, collective: Collective, x: Tensor, **what: Any) -> None:
+        """Records a message from `x`."""
+        operation = Operation((move, collective), (Like.of(x),))
+        what |= {"axes": collective.axes, "dtype": x.dtype, "operation": operation}
+        self.step(str(collective), **what)
 
     def step(self, name: str, **what: Any) -> None:
         """Records a step, with the user's line."""

@@ -249,7 +249,7 @@ def estimate(f: Callable[..., Any], *args: Any, hardware: Hardware, **kwargs: An
     storages that are alive at each. An operator takes as long as its operations or its bytes, a
     collective as a ring over its axes' links; the rank waits for it, but for gathers that begin
     early. Everything is eager: fusion by a compiler, allocator fragmentation, and imbalance of
-    ranks are not in it. Overlapped kernels count as their compositions.
+    ranks are not in it. Kernels with `overlap="require"` follow their schedules, chunk by chunk.
 
     Args:
         f: a function of `shard_map`, on a mesh of any kind; abstract meshes of any size.

@@ -252,7 +252,7 @@ def this_machine(mesh: Mesh | None = None) -> ThisMachine:
         mesh=mesh, sharing=max(1.0, (1 if mesh is None else mesh.size) / cores),
         touching=max(0.0, new_memory) / KEPT,
     )  # fmt: skip
-    # Layers of torch's operators, of this library's functions, which are Python, and of few of both.
+    # Layers of torch's operators, of this library's functions, and of little beside their leaves.
     layers = (_operators, _functions, _addition)
     counts, seconds = zip(*(_beside(machine, layer) for layer in layers), strict=True)
     matrix = torch.tensor(counts, dtype=torch.float64)
@@ -260,9 +260,7 @@ def this_machine(mesh: Mesh | None = None) -> ThisMachine:
     calling, framing, passing = prices.clamp(min=0.0).tolist()
     step, args = _layers(machine, _addition, 1)
     entering = timed(partial(step, *args), mesh)
-    return replace(
-        machine, calling=calling, framing=framing, passing=passing, entering=entering
-    )
+    return replace(machine, calling=calling, framing=framing, passing=passing, entering=entering)
 
 
 def _matmuls(dtype: torch.dtype, mesh: Mesh | None) -> float:

@@ -37,6 +37,7 @@ def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, 
     """
     hardware = hardware.on(run)
     computing = sending = 0.0
+    computed = [0.0]  # after each number of steps
     spans: list[Span] = []
     exposed: defaultdict[str, float] = defaultdict(float)
     arrives: dict[int | None, float] = {}
@@ -49,13 +50,15 @@ def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, 
         elif step.waits:
             lane, start, end = COMPUTE, computing, max(computing, arrives[step.number])
         else:
-            start = max(computing, sending)
+            begins = computing if step.after is None else computed[step.after]
+            start = max(begins, sending)
             lane, end = MESSAGES, start + hardware.sending(step, *rings[step.axes])
             sending = arrives[step.number] = end
         spans.append(Span(step, lane, start, end))
         if step.axes and (step.waits or step.number is None or not hardware.hides):
             exposed[",".join(step.axes)] += end - computing
             computing = end
+        computed.append(computing)
     return spans, exposed
 
 
