@@ -27,6 +27,7 @@ from examples.gpt.parallel import Parallel
 from shardmap_torch import I, Mesh, P, all_reduce, device_put, make_mesh, shard_map, value_and_grad
 from shardmap_torch.optim import sync_gradients
 from shardmap_torch.planning import Estimate, best_mesh, estimate, this_machine
+from shardmap_torch.planning.measured import ThisMachine
 
 TURNS: Final = 5
 
@@ -87,8 +88,8 @@ def measured(mesh: Mesh, built: Built) -> tuple[float, float]:
 
 def processor_seconds(found: Estimate) -> float:
     """Returns what a rank computes, without messages."""
-    shared = found.seconds - sum(found.exposed.values())
-    return shared / found.hardware.sharing  # type: ignore[attr-defined]
+    assert isinstance(found.hardware, ThisMachine)
+    return (found.seconds - sum(found.exposed.values())) / found.hardware.sharing
 
 
 def rank(find: Callable[[int], Iterator[Case]]) -> None:

@@ -64,14 +64,15 @@ _ENDPOINTS: dict[tuple[int, tuple[str, ...], torch.device], Endpoint] = {}
 CPU: Final = torch.device("cpu")
 
 
-class Modelled(Protocol):
+class Modelled(Backend, Protocol):
     """A backend whose messages have no data: estimates run the kernels as GPUs would."""
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
         """Returns this rank's end of the network along some axes."""
+        ...
 
 
-def is_modelled(backend: object) -> TypeGuard[Modelled]:
+def is_modelled(backend: Backend) -> TypeGuard[Modelled]:
     """Returns whether messages of a backend have no data."""
     return hasattr(backend, "transport")
 
@@ -80,7 +81,7 @@ def endpoint_of(
     backend: ProcessGroupBackend | Modelled, axes: tuple[str, ...], device: torch.device = CPU
 ) -> Endpoint:
     """Returns the endpoint along `axes` of the backend's mesh, on a group of the kernels' own."""
-    if is_modelled(backend):
+    if not isinstance(backend, ProcessGroupBackend):
         return Endpoint(backend.transport(axes), None, torch.device("cuda"))
     mesh = backend.mesh
     group = mesh.group(axes, "kernels")

@@ -319,6 +319,7 @@ def watched_layers() -> list[float]:
                     endpoint.transport, detector, on_host(detector)
                 )
             else:
+                assert endpoint.group is not None
                 endpoint.transport = NcclTransport(
                     dist.get_rank(),
                     dist.get_world_size(),
