@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from shardmap_torch import (
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.ops.gather import gather_starter
 from shardmap_torch.planning import Hardware, estimate
+from tests.support.pool import Gloo
 
 UNIT = Hardware(
     "unit", {torch.float32: 1e3}, memory=10**6, bandwidth=1e3, matmul_efficiency=0.5, launch=1.0,
@@ -79,7 +81,16 @@ def test_a_sum_takes_the_link_of_its_axes(axis: str | tuple[str, ...], seconds: 
     assert waited == pytest.approx(seconds)
 
 
-def test_a_gather_that_begins_early_is_hidden_by_what_is_computed_meanwhile() -> None:
+class Sending(Hardware):
+    """A processor that sends by itself."""
+
+    hides = False
+
+
+@pytest.mark.parametrize(("kind", "waited"), [(Hardware, (3.0, 4.0)), (Sending, (7.0, 7.0))])
+def test_a_gather_that_begins_early_is_hidden_where_the_device_computes_meanwhile(
+    kind: type[Hardware], waited: tuple[float, float]
+) -> None:
     mesh = make_mesh((2,), ("tp",), kind="abstract")
 
     def early(x: Tensor, y: Tensor) -> Tensor:
@@ -93,10 +104,10 @@ def test_a_gather_that_begins_early_is_hidden_by_what_is_computed_meanwhile() ->
         return total
 
     f = shard_map(early, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
-    found = estimate(f, ShapeDtype((200,)), ShapeDtype((1,)), hardware=UNIT)
+    found = estimate(f, ShapeDtype((200,)), ShapeDtype((1,)), hardware=kind(**vars(UNIT)))
     wait = next(span for span in found.spans if span.step.waits)
     # 400 bytes at 100 a second, beside three operators of one second each.
-    assert (wait.start, wait.end) == (3.0, 4.0)
+    assert (wait.start, wait.end) == waited
 
 
 def test_the_peak_names_its_line_and_what_is_alive(tmp_path: Path) -> None:
@@ -137,6 +148,32 @@ def test_a_trace_has_measured_lanes_beside_the_estimated_ones(tmp_path: Path) ->
     assert {"aten::mm", "aten::relu"} <= {*lanes[1]}
     assert min(e["ts"] for e in events if e["pid"] == 1 and e["ph"] == "X") == 0
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["estimated", "measured"]
+
+
+def profiled() -> list[str]:
+    """Profiles a step on processes; returns the names on the measured lanes of its trace."""
+    mesh = make_mesh((2,), ("tp",), kind="process_group")
+    f = shard_map(summed, mesh=mesh, in_specs=P("tp"), out_specs=P())
+    x = torch.ones(4)
+    f(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        f(x)
+    with TemporaryDirectory() as folder:
+        path, measured = Path(folder, "trace.json"), Path(folder, "profile.json")
+        profile.export_chrome_trace(str(measured))
+        estimate(f, x, hardware=UNIT).save_trace(path, profile=measured)
+        events = json.loads(path.read_text())["traceEvents"]
+    return [event["name"] for event in events if event["pid"] == 1 and event["ph"] == "X"]
+
+
+def summed(x: Tensor) -> Tensor:
+    return all_reduce(x, "tp", dst=I)
+
+
+def test_a_trace_of_processes_has_collectives_by_name_and_line(gloo: Gloo) -> None:
+    line = inspect.getsourcelines(summed)[1] + 1
+    for names in gloo(2).run(profiled):
+        assert f"all_reduce('tp', Partial -> I) at test_estimate.py:{line}" in names
 
 
 def test_a_report_says_time_memory_and_messages() -> None:
