@@ -119,12 +119,15 @@ def main(which: str, counts: Sequence[int]) -> None:
     for num_ranks in counts:
         command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)
         module = "-m", "benchmarks.planning_time", "--rank", which
-        lines = subprocess.run(
-            [sys.executable, *command, *module], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
-        print(lines, end="", flush=True)
-        rows = [line[44:].replace("ms", "").split() for line in lines.splitlines()]
-        found += [list(map(float, row)) for row in rows if len(row) == 6]
+        with subprocess.Popen(
+            [sys.executable, *command, *module], stdout=subprocess.PIPE, text=True
+        ) as ranks:
+            for line in ranks.stdout or ():
+                print(line, end="", flush=True)
+                row = line[44:].replace("ms", "").split()
+                found += [list(map(float, row))] * (len(row) == 6)
+        if ranks.returncode:
+            raise SystemExit(f"a process of {num_ranks} failed")
     real, estimated, _, processor, alone, _ = map(list, zip(*found, strict=True))
     for word, a, b in (("clock", real, estimated), ("processor", processor, alone)):
         near = sum(abs(y / x - 1) <= 0.2 for x, y in zip(a, b, strict=True))
