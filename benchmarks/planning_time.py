@@ -6,8 +6,8 @@
 The cases are those of `planning_memory`, and MLPs. Steps take the lower quartile of ten turns.
 Prints the ratio of each, how many are within 20 %, and the rank correlation of estimated and
 measured times; and beside these what the processor has done, in the thread that runs the step,
-which other programs disturb less. `meshes` does the same with the ten best meshes of a GPT on 4 processes, as
-`best_mesh` ranks them.
+which other programs disturb less. `meshes` does the same with the ten best meshes of a GPT on 4
+processes, as `best_mesh` ranks them.
 """
 
 import subprocess
