@@ -1,7 +1,8 @@
 """Exchange: all ranks learn whether their numbers are equal, from a few messages each.
 
-Over sockets of its own, on the caller's thread. An all-reduce on gloo takes fifteen times as much
-processor time for 32 bytes: it announces each message, and hands it from thread to thread.
+Over sockets of its own, on the caller's thread: Unix sockets within a host, which take half the
+processor time of TCP. An all-reduce on gloo takes fifteen times as much for 32 bytes: it announces
+each message, and hands it from thread to thread.
 
 Source: the n-way dissemination of Hoefler, Mehlan, Mietke and Rehm 2006 ("Fast barrier
 synchronization for InfiniBand"), after Hensgen, Finkel and Manber 1988. In round k rank r sends
@@ -13,12 +14,14 @@ import errno
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from time import monotonic
 from typing import Any, Final, NoReturn
 
@@ -88,27 +91,31 @@ class Exchange:
     def _connect(self, store: Any, key: str, rank: int, size: int, timeout: timedelta) -> None:
         end, rounds = monotonic() + timeout.total_seconds(), _rounds(size)
         hops = [hop for each in rounds for hop in each]
-        with _listener(len(hops)) as listener:
-            token = secrets.token_bytes(_TOKEN)
-            host, port = listener.getsockname()[:2]
-            store.set(f"{key}/{rank}", json.dumps([host, port, token.hex()]))
+        token, host = secrets.token_bytes(_TOKEN), _host()
+        with ExitStack() as open_here:
+            listeners = [open_here.enter_context(each) for each in _listeners(host, len(hops))]
+            own = [each.getsockname() for each in listeners]
+            own[1:] = [name.decode("latin-1") for name in own[1:]]
+            store.set(f"{key}/{rank}", json.dumps([host, own, token.hex()]))
             store.wait([f"{key}/{(rank + hop) % size}" for hop in hops], timeout)
             for each in rounds:
                 links: list[socket.socket] = []
                 self._targets.append(links)
                 for hop in each:
                     target = (rank + hop) % size
-                    host, port, secret = json.loads(store.get(f"{key}/{target}"))
-                    link = socket.create_connection((host, port), _until(end))
+                    other, addresses, secret = json.loads(store.get(f"{key}/{target}"))
+                    # The last one is within the host.
+                    link = _connection(addresses[-1 if other == host else 0], _until(end))
                     links.append(link)
                     self.rank_of[link] = target
                     link.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK, "little"))
-            found = _accepted(listener, token, {(rank - hop) % size for hop in hops}, end)
+            found = _accepted(listeners, token, {(rank - hop) % size for hop in hops}, end)
         self.sources = [[found[(rank - hop) % size] for hop in each] for each in rounds]
         self.rank_of.update({link: source for source, link in found.items()})
         for link in self.rank_of:
             link.settimeout(None)
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if link.family in (socket.AF_INET, socket.AF_INET6):
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for links in self._targets:
             for link in links:
                 link.setblocking(False)  # a rank is at most one comparison ahead: there is space
@@ -264,14 +271,16 @@ def _until(end: float) -> float:
 
 
 def _accepted(
-    listener: socket.socket, token: bytes, ranks: set[int], end: float
+    listeners: Sequence[socket.socket], token: bytes, ranks: set[int], end: float
 ) -> dict[int, socket.socket]:
     """Accepts a connection from each of some ranks, which shows the token."""
     links: dict[int, socket.socket] = {}
     try:
         while len(links) < len(ranks):
-            listener.settimeout(_until(end))
-            link, _ = listener.accept()
+            ready, _, _ = select.select(listeners, (), (), _until(end))
+            if not ready:
+                raise TimeoutError("timed out")
+            link, _ = ready[0].accept()
             hello = _hello(link, min(_HELLO, _until(end)))
             rank = int.from_bytes(hello[_TOKEN:], "little")
             if secrets.compare_digest(hello[:_TOKEN], token) and rank in ranks:
@@ -295,13 +304,43 @@ def _hello(link: socket.socket, seconds: float) -> bytes:
     return hello
 
 
-def _listener(number: int) -> socket.socket:
+def _host() -> str:
+    """Names what processes have in common that reach one another by Unix sockets; "" if unknown."""
+    with suppress(OSError):  # Linux alone has such sockets without a file
+        network = os.stat("/proc/self/ns/net")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {network.st_ino}"
+    return ""
+
+
+def _listeners(host: str, number: int) -> Iterator[socket.socket]:
+    """Listens to other hosts, and within this one at a name that the system chooses."""
+    backlog = max(8, number)
+    yield _to_hosts(backlog)
+    if host:
+        within = socket.socket(socket.AF_UNIX)
+        within.bind("")
+        within.listen(backlog)
+        yield within
+
+
+def _connection(address: Any, seconds: float) -> socket.socket:
+    """Connects to a listener: a name within the host, or an address of a network."""
+    if not isinstance(address, str):
+        return socket.create_connection(address[:2], seconds)
+    link = socket.socket(socket.AF_UNIX)
+    link.settimeout(seconds)
+    link.connect(address.encode("latin-1"))
+    return link
+
+
+def _to_hosts(backlog: int) -> socket.socket:
     """Listens on the address at which gloo listens, as far as that can be known."""
     for address in _addresses():
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with suppress(OSError):
-            return socket.create_server((address, 0), family=family, backlog=max(8, number))
-    return socket.create_server(("127.0.0.1", 0), backlog=max(8, number))
+            return socket.create_server((address, 0), family=family, backlog=backlog)
+    return socket.create_server(("127.0.0.1", 0), backlog=backlog)
 
 
 def _addresses() -> Iterator[str]:

@@ -1,7 +1,9 @@
 """Ranks learn whether their numbers are equal, and notice who does not come."""
 
+import secrets
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -112,28 +114,33 @@ def test_a_rank_that_is_gone_or_out_of_step_is_an_error(
     assert mine.is_completed()
 
 
+@pytest.mark.parametrize("is_one_host", [True, False])
 def test_a_connection_without_the_token_is_not_taken_for_a_rank(
-    monkeypatch: pytest.MonkeyPatch,
+    is_one_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strangers: list[socket.socket] = []
-    listener_of = module._listener
+    listeners_of = module._listeners
 
-    def listens(number: int) -> socket.socket:
-        listener = listener_of(number)
-        stranger = socket.create_connection(listener.getsockname()[:2])
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        strangers.append(stranger)
-        return listener
+    def listens(host: str, number: int) -> Iterator[socket.socket]:
+        for listener in listeners_of(host, number):
+            stranger = socket.socket(listener.family)
+            stranger.connect(listener.getsockname())
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            strangers.append(stranger)
+            yield listener
 
-    monkeypatch.setattr(module, "_listener", listens)
+    monkeypatch.setattr(module, "_listeners", listens)
+    hosts = iter([secrets.token_hex(8) for _ in range(2)])
+    if not is_one_host:
+        monkeypatch.setattr(module, "_host", lambda: next(hosts))
     store: Any = HashStore()
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(lambda r: Exchange(store, "key", r, 2, TIMEOUT), range(2)))
+    families = {link.family for rank in ranks for link in rank.rank_of}
+    assert (families == {socket.AF_UNIX}) == (is_one_host and sys.platform == "linux")
     assert compare(ranks, 1, [(1, 2), (1, 2)]) == [[True, True]] * 2
-    for each in ranks:
+    for each in [*ranks, *strangers]:
         each.close()
-    for stranger in strangers:
-        stranger.close()
 
 
 def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
@@ -147,7 +154,7 @@ def test_the_interface_that_gloo_is_told_to_use_is_listened_on(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
     assert next(iter(module._addresses())) == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
-    with module._listener(1) as listener:
+    with module._to_hosts(8) as listener:
         assert listener.getsockname()[1] > 0
 
 
