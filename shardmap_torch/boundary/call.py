@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.casts import apply_all
-from shardmap_torch.boundary.matching import Match, Spec, place_results
+from shardmap_torch.boundary.matching import Match, Spec, place_results, unsupported
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, Casts, Drawing, Edge, Monitor
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
@@ -192,6 +192,9 @@ def run_body(
 def result_of(call: Call, out: Tree) -> Result:
     """Matches what a body has returned with its specs."""
     leaves, structure = flatten(out)
+    # The checker types dense tensors alone.
+    if call.follow is None and any([unsupported(x) for x in leaves if isinstance(x, Tensor)]):
+        _place(call, out)
     ranks = [x.ndim if type(x) is Tensor else _output_signature(x) for x in leaves]
     match = call.out_matches.get((structure, call.mapped, *ranks), lambda: _place(call, out))
     return Result(leaves, match, structure)

@@ -282,7 +282,7 @@ def _leaf_problems(leaf: Placed[Spec], mesh: Mesh, mapped: Sequence[str]) -> lis
     if unknown := unknown_axes(leaf.spec, mapped):
         return unknown
     if isinstance(leaf.value, Tensor):
-        odd = _unsupported(leaf.value)
+        odd = unsupported(leaf.value)
         return odd or mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
     if isinstance(leaf.value, Number):
         problem = [f"is a number, which {leaf.spec!r} cannot shard"]
@@ -307,7 +307,7 @@ _INSTEAD: Final = {
 """Repairs for arguments of some types."""
 
 
-def _unsupported(x: Tensor) -> list[str]:
+def unsupported(x: Tensor) -> list[str]:
     """Returns why a tensor cannot be sharded by any spec."""
     x = x if torch.compiler.is_dynamo_compiling() else base_of(x)
     if x.is_nested:
@@ -381,6 +381,8 @@ def _result_problems(leaf: Placed[Spec], mapped: Sequence[str]) -> list[str]:
     if unknown := unknown_axes(spec, mapped):
         return unknown
     if isinstance(leaf.value, Tensor):
+        if packed := unsupported(leaf.value):
+            return packed
         advice = "; return x[None], so that it has a dim for the ranks" * (leaf.value.ndim == 0)
         return [f"{problem}{advice}" for problem in longer(spec, leaf.value.ndim)]
     if isinstance(leaf.value, Number) and not (spec.sharded_dims or spec.partial):

@@ -167,6 +167,13 @@ def sampled_hash(x: Tensor) -> str:
     return f"{Bits([flat[:: max(1, flat.numel() // _SAMPLED)]], None).digest():x}"
 
 
+def values_of(x: Tensor) -> str:
+    """The numbers of a tensor, or what tells them from others: of large ones a sample."""
+    if not has_bits(x):
+        return "without data"
+    return numbers_of(x) if x.numel() <= _SAMPLED else f"of hash {sampled_hash(x)}"
+
+
 _FEW: Final = 16
 
 

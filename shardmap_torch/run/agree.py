@@ -69,6 +69,7 @@ def describe(call: Call, verdict: Verdict | None) -> Description:
     lines += [
         f"  {path}: {spec!r}" for path, spec in zip(match.paths, match.specs, strict=True) if spec
     ]
+    lines += [f"  a tensor, closed over: {values}" for values in verdict.elsewhere]
     program = program_of(verdict)
     lines += [_collective(equation) for equation in program.collectives]
     _, *equations = str(program).splitlines()

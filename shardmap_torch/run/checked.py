@@ -305,8 +305,10 @@ class Checked:
                     verdict = check(undone_call)
         torch.clear_autocast_cache()
         altered, read = tuple(sorted(undone.altered)), verdict.traits.closed_over
-        places = [at for at, x in enumerate(self._captured.tensors(call)) if id(x) in read]
-        return replace(verdict, altered=altered, closed_over=tuple(places))
+        known = {id(x): at for at, x in enumerate(self._captured.tensors(call))}
+        places = tuple(sorted({known[each] for each, _ in read if each in known}))
+        elsewhere = tuple(sorted([values for each, values in read if each not in known]))
+        return replace(verdict, altered=altered, closed_over=places, elsewhere=elsewhere)
 
     def _agreed(
         self, key: Signature, call: Call, departure: Difference | None = None, now: bool = True

@@ -327,6 +327,29 @@ def test_non_contiguous_and_expanded_inputs_are_cut_by_value(kind: str, gloo: Gl
     run_on(kind, strided, gloo)
 
 
+def packed(mesh: Mesh, kind: str, body: Any) -> None:
+    for spec in (P("tp"), P()):
+        f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=spec)
+        with pytest.raises(SpecError, match=f"out: is a {kind} tensor; only dense ones"):
+            f(X)
+
+
+def sparse(mesh: Mesh) -> None:
+    packed(mesh, "sparse_coo", torch.Tensor.to_sparse)
+
+
+def nested(mesh: Mesh) -> None:
+    packed(mesh, "nested", lambda x: torch.nested.nested_tensor([x, x]))
+
+
+@ON_EVERY_MESH
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_packed_results_of_unchecked_bodies_are_refused(kind: str, gloo: Gloo) -> None:
+    if kind != "vmap":  # torch's has no rules for them, and says so
+        run_on(kind, sparse, gloo)
+        run_on(kind, nested, gloo)
+
+
 def written(mesh: Mesh) -> None:
     for spec in (P("tp"), P(), P(replicate="tp")):
         x = X.clone()

@@ -139,8 +139,10 @@ def test_a_connection_without_the_token_is_not_taken_for_a_rank(
     families = {link.family for rank in ranks for link in rank.rank_of}
     assert (families == {socket.AF_UNIX}) == (is_one_host and sys.platform == "linux")
     assert compare(ranks, 1, [(1, 2), (1, 2)]) == [[True, True]] * 2
-    for each in [*ranks, *strangers]:
+    for each in ranks:
         each.close()
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:

@@ -25,15 +25,18 @@ from shardmap_torch.checker.ir.program import (
 from shardmap_torch.checker.ir.repairs import Repair, Spot
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
+from shardmap_torch.control.start import current
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.functorch import Token, base_of
+from shardmap_torch.core.hashing import values_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
     current_autograd_node,
+    disable_current_modes,
     functorch,
     sequence_number,
 )
@@ -437,7 +440,11 @@ class TypeStore:
             label = f"{CLOSED_OVER} {type(real).__name__} of shape {list(real.shape)}"
             self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
             self.observer.on_closure(fake, real)
-        self.traits.closed_over.add(id(real))
+        values = ""
+        if current() is not None:  # processes compare those of tensors that are made in the body
+            with disable_current_modes():
+                values = values_of(base_of(real))
+        self.traits.closed_over.add((id(real), values))
         if real.requires_grad:
             self.closures[id(real)] = real
         return fake

@@ -245,7 +245,8 @@ class Traits:
         takes_gradients: whether it takes gradients by itself.
         averages: whether it averages over shards losses whose targets must not be ignored.
         applies_functions: whether it applies autograd Functions other than collectives.
-        closed_over: the ids of tensors that it reads and that are no arguments.
+        closed_over: the ids of tensors that it reads and that are no arguments, and what tells
+            their values from others where processes compare them.
         asks: axes along which it asks a group of torch.distributed for its rank or size.
         promises: the regions whose promises are to be tried, with the axes that their types name.
     """
@@ -255,7 +256,7 @@ class Traits:
     takes_gradients: bool = False
     averages: bool = False
     applies_functions: bool = False
-    closed_over: set[int] = field(default_factory=set)
+    closed_over: set[tuple[int, str]] = field(default_factory=set)
     asks: frozenset[str] = frozenset()
     promises: frozenset[tuple[str, frozenset[str]]] = frozenset()
 

@@ -225,6 +225,7 @@ class Verdict(Shown):
         start: the notes of what the body asks of its mesh, with which each run is compared.
         altered: places, among what the body refers to, of what it changes.
         closed_over: places, among the tensors that the body refers to, of those that it reads.
+        elsewhere: what tells the values of others that it reads, as arrays of NumPy.
         refusal: why results cannot be differentiated, where the body is right without that.
         tried: how it was compared with one device by numbers, where its steps cannot be.
         untried: why numbers cannot tell what regions promise, which is believed.
@@ -245,6 +246,7 @@ class Verdict(Shown):
     refusal: ShardTypeError | None = None
     altered: tuple[int, ...] = ()
     closed_over: tuple[int, ...] = ()
+    elsewhere: tuple[str, ...] = ()
     tried: str = ""
     untried: str = ""
 

@@ -1,7 +1,9 @@
 """Values that must be equal on ranks, and are not, are refused by name, with a repair."""
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -156,6 +158,32 @@ def test_tensors_that_a_body_reads_are_compared_and_no_others(gloo: Gloo) -> Non
     has = "closed over, has other values on rank 1 than on rank 0"
     scale, weight = f"SCALE: float32[3], {has}", f"model.weight: float32[2, 3], {has}"
     assert gloo(2).run(closed_over) == [["runs", scale, weight, "runs"]] * 2
+
+
+def arrays() -> list[str]:
+    """Returns how calls end that read an array of NumPy, of which rank 1 has another from some."""
+    mesh, found = make_mesh((2,), ("dp",)), []
+    for odd, size in ((0, 2), (1, 2), (1, 10_000)):
+        scale = np.ones(size, np.float32)
+        scale[size // 2 :] += odd * mesh.rank
+
+        def body(x: Tensor, scale: np.ndarray = scale) -> Tensor:
+            return (x * torch.from_numpy(2 * scale)).sum()[None]
+
+        f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+        try:
+            found.append(ends(f, torch.ones(4, 1)))
+        except CollectiveMismatchError as error:
+            found.append(str(error).splitlines()[1])
+    return found
+
+
+def test_arrays_of_numpy_that_differ_from_the_start_are_an_error(gloo: Gloo) -> None:
+    (good, few, many), other = gloo(2).run(arrays)
+    assert other == [good, few, many]
+    assert good == "runs"
+    assert few == "  rank 0: a tensor, closed over: [2.0, 2.0]"
+    assert re.match("  rank 0: .*of hash [0-9a-f]+", many)
 
 
 def product(w: Tensor, x: Tensor) -> Tensor:
