@@ -59,10 +59,10 @@ def test_values_and_gradients_are_those_of_one_device(shape: tuple[int, ...]) ->
 def on_processes(shape: tuple[int, ...]) -> None:
     """Beside one device, and beside torch where torch can."""
     mesh = worker_mesh((2,), ("tp",)).device_mesh
-    classes: list[Placement] = [Shard(1 if len(shape) > 1 else 0)]
+    dim = 1 if len(shape) > 1 else 0
 
     def logits() -> Tensor:
-        return distribute_tensor(random(shape, 0), mesh, classes).requires_grad_()
+        return distribute_tensor(random(shape, 0), mesh, [Shard(dim)]).requires_grad_()
 
     for chosen in OPTIONS:
         expected = loss_and_gradient(plain(shape), targets(shape), **options(*chosen))
@@ -73,6 +73,12 @@ def on_processes(shape: tuple[int, ...]) -> None:
             with torch_loss_parallel():
                 theirs = loss_and_gradient(logits(), targets(shape), **options(*chosen))
             torch.testing.assert_close(actual, theirs, rtol=1e-10, atol=1e-10)
+    found = []
+    for x in (plain(shape), logits()):  # torch's own makes the identity of this backward
+        with loss_parallel():
+            functional.log_softmax(x, dim).square().sum().backward()
+        found.append(global_value(x.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

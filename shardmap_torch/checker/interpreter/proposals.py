@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
+from shardmap_torch.checker.ir.program import Equation, StorageType
 from shardmap_torch.checker.ir.repairs import (
     Insert,
     Op,
@@ -37,7 +38,6 @@ from shardmap_torch.types import AxisType, I, K, Partial, R, V
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
-
 
 State = Mapping[str, AxisType]
 """The type of a tensor along each axis of several ranks; S where it is known to be sharded."""
@@ -126,6 +126,7 @@ def exchanges(spot: Spot, collective: Collective, state: State) -> Iterator[Repa
     """Yields what to call in place of a collective that does not take an operand of this state."""
     unequal = tuple(axis for axis in collective.axes if state.get(axis, K).kind not in _SOURCE)
     without = Repair(f"leave out {spot}", collectives={spot: None})
+    yield from _over_others(spot, collective, state)
     if not unequal:
         yield without
     elif unequal != collective.axes and collective.name in _WRITTEN:
@@ -138,6 +139,66 @@ def exchanges(spot: Spot, collective: Collective, state: State) -> Iterator[Repa
                     yield _instead(spot, other)
     if unequal:
         yield without
+
+
+_TAKES: Final = {"P": "P", "V": "SV"}
+"""Letters of the types of which a collective takes one, by the letter of its source type."""
+
+
+def _over_others(spot: Spot, collective: Collective, state: State) -> Iterator[Repair]:
+    """Yields the collective over another axis, along which the operand is what it takes."""
+    for other, have in state.items():
+        takes = have.kind in _TAKES.get(collective.src.kind, "")
+        if takes and other not in collective.axes and have.dim in (None, collective.dim):
+            yield from _over(spot, collective, collective.axes[0], other)
+
+
+def mixed_groups(
+    interpreter: "Interpreter", tensors: Sequence[Tensor], states: Sequence[State]
+) -> Iterator[Repair]:
+    """Yields the axis of the other operands for the collective that has sharded one over its own.
+
+    As where hidden states are scattered over one group, and their mask over another.
+    """
+    unequal = [frozenset(a for a, have in each.items() if have.kind in "SV") for each in states]
+    for x, own in zip(tensors, unequal, strict=True):
+        others = frozenset().union(*unequal) - own
+        if len(own) == 1 and others:
+            (axis,) = own
+            storage_type, at = interpreter.storage_type(x), interpreter.axes.index(axis)
+            made = messages.culprit(storage_type, at, axis).made
+            for other in sorted(others):
+                yield from _over_of(made, axis, other)
+
+
+def gathered_over_others(interpreter: "Interpreter", x: Tensor, own: State) -> Iterator[Repair]:
+    """Yields the axis that still shards a value for the gather over another that it comes from."""
+    made = _last_collective(interpreter.storage_type(x))
+    sharded = [axis for axis, have in own.items() if have.kind in "SV"]
+    if made is not None and made.collective is not None and made.collective.name == "all_gather":
+        for other in sharded:
+            yield from _over_of(made, made.collective.axes[0], other)
+
+
+def _last_collective(storage_type: StorageType) -> Equation | None:
+    """Returns the collective from which a value comes, by first operands; of few steps."""
+    for _ in range(6):
+        made = storage_type.made
+        if made is None or made.collective is not None or not made.operands:
+            return made
+        storage_type = made.operands[0].storage_type  # itself, if it is written
+    return None
+
+
+def _over_of(made: Equation | None, axis: str, other: str) -> Iterator[Repair]:
+    if made is not None and made.spot is not None and made.collective is not None:
+        yield from _over(made.spot, made.collective, axis, other)
+
+
+def _over(spot: Spot, collective: Collective, axis: str, other: str) -> Iterator[Repair]:
+    """Yields a collective over another axis than the one it has now, if that is its only one."""
+    if collective.name in _WRITTEN and collective.axes == (axis,) and other != axis:
+        yield _instead(spot, replace(collective, axes=(other,)))
 
 
 def _instead(spot: Spot, other: Collective) -> Repair:
@@ -227,7 +288,12 @@ def at_call(
             text = f"{insert.of('x')} for x, operand {at + 1} of {spot}"
             found.append((LIKELY.find(kind), Repair(text, operands={(spot, at): insert})))
     found.sort(key=itemgetter(0))
-    propose(error, [*reductions(interpreter, [x for _, x in tensors]), *map(itemgetter(1), found)])
+    operands = [x for _, x in tensors]
+    states = [own for own, _ in known]
+    first = [*reductions(interpreter, operands), *mixed_groups(interpreter, operands, states)]
+    for x, own in zip(operands, states, strict=True):
+        first += gathered_over_others(interpreter, x, own)
+    propose(error, [*first, *map(itemgetter(1), found)])
 
 
 def at_collective(

@@ -162,15 +162,34 @@ def find_repair(
     """
     stricter = {strictness: None, "global": None}
     known: set[str] = set()
-    for repair in _proposals(call, error, strictness, attempt) if _TRIES else ():
-        if repair.text in known:
-            continue
-        known.add(repair.text)
-        if all(_remaining(call, repair, each, attempt) is None for each in stricter):
-            return repair
-        if len(known) >= _TRIES:
-            return None
+    for proposed in _proposals(call, error, strictness, attempt) if _TRIES else ():
+        following = [proposed]
+        while following:
+            repair = following.pop(0)
+            if repair.text in known:
+                continue
+            if len(known) >= _TRIES:
+                return None
+            known.add(repair.text)
+            failures = (_remaining(call, repair, each, attempt) for each in stricter)
+            failed = next((each for each in failures if each is not None), None)
+            if failed is None:
+                return repair
+            following += _rescaled(repair, failed)
     return None
+
+
+def _rescaled(repair: Repair, failed: ShardTypeError) -> list[Repair]:
+    """Returns a repair after which values are multiples of what they should be, with other ops.
+
+    A sum of counts that divide, say, is right with op="sum" in place of the mean of the quotients.
+    """
+    ops = [each for each in rejection_of(failed).proposals if each.ops]
+    return [
+        replace(repair, text=f"{repair.text}, and {each.text}", ops={**repair.ops, **each.ops})
+        for each in ops
+        if not repair.ops
+    ]
 
 
 def _proposals(

@@ -410,6 +410,59 @@ def a_local_count_that_the_sum_overwrites(right: bool) -> Any:
     return loss
 
 
+@bug((P(), ROWS, ROWS), P(), (6,), (8, 6), (8,))
+def a_gradient_averaged_over_ranks_of_their_own_counts(right: bool) -> Any:
+    """Megatron-LM 7452 (9), 7513: a masked sequence that is split over ranks."""
+
+    def step(w: Tensor, x: Tensor, mask: Tensor) -> Any:
+        def loss(w: Tensor) -> Tensor:
+            kept = (mask > 0).to(x.dtype)
+            total, count = ((x @ w).square() * kept).sum(), kept.sum()
+            if right:
+                count = all_reduce(count, "dp", dst=R) / axis_size("dp")
+            return total / count  # wrong
+
+        _, gradient = value_and_grad(loss)(w)
+        return w - 0.1 * all_reduce(gradient, "dp", dst=I, op="mean")
+
+    return step
+
+
+@bug((P(), ROWS, ROWS), P(), (6,), (8, 6), (8,))
+def a_gradient_averaged_after_its_loss_is_divided_by_all_tokens(right: bool) -> Any:
+    """torchtitan 2323: too small by the number of ranks."""
+
+    def step(w: Tensor, x: Tensor, mask: Tensor) -> Any:
+        def loss(w: Tensor) -> Tensor:
+            kept = (mask > 0).to(x.dtype)
+            return ((x @ w).square() * kept).sum() / all_reduce(kept.sum(), "dp", dst=R)
+
+        _, gradient = value_and_grad(loss)(w)
+        if right:
+            return w - 0.1 * all_reduce(gradient, "dp", dst=I)
+        return w - 0.1 * all_reduce(gradient, "dp", dst=I, op="mean")  # wrong
+
+    return step
+
+
+@bug((P(), P(), COLUMNS), P(), (6, 3), (4, 6), (6, 12))
+def a_part_of_the_keys_that_sharded_heads_share(right: bool) -> Any:
+    """torchtitan 1373: a rank's gradient is that of its own heads."""
+
+    def step(w: Tensor, x: Tensor, queries: Tensor) -> Any:
+        def loss(w: Tensor) -> Tensor:
+            heads, key = (x @ queries).view(4, -1, 3), x @ w
+            scores = torch.softmax(torch.einsum("thd,sd->hts", heads, key), -1)
+            return all_reduce(scores.square().sum(), "tp", dst=I)
+
+        _, gradient = value_and_grad(loss)(w)
+        if right:
+            gradient = all_reduce(gradient, "tp", dst=I)
+        return w - 0.1 * gradient  # wrong
+
+    return step
+
+
 def wrong_line(program: Callable[..., Any]) -> str:
     """Returns the line that is wrong; of a backward of the user's, its forward's."""
     lines, _ = inspect.getsourcelines(program)

@@ -18,6 +18,7 @@ from shardmap_torch import (
     all_reduce,
     convert,
     make_mesh,
+    random,
     shard_map,
     shift,
     value_and_grad,
@@ -75,6 +76,15 @@ def calls_backward(w: Params, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
+def chunks_rows_for_microbatches_with_dropout(w: Params, x: Tensor, y: Tensor) -> Any:
+    total = torch.zeros(())
+    for at, (rows, goals) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+        key = random.fold_in(random.key(0), at)
+        out = random.dropout(key, forward(w, rows), 0.1, spec=P("dp"))
+        total = total + all_reduce((out - goals).square().mean(), "dp", op="mean", dst=I) / 2
+    return total
+
+
 def shifts_what_all_ranks_have(w: Params, x: Tensor, y: Tensor) -> Any:
     return forward(w, x) + shift(w["b"], "tp", 1)
 
@@ -97,6 +107,7 @@ MISTAKES: dict[Body, Any] = {
     returns_each_rank_s_mean: P(),
     returns_rows_as_if_they_were_columns: P("tp"),
     calls_backward: P(),
+    chunks_rows_for_microbatches_with_dropout: P(),
     shifts_what_all_ranks_have: P("dp"),
 }
 
