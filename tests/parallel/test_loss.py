@@ -77,6 +77,7 @@ def on_processes(shape: tuple[int, ...]) -> None:
     for x in (plain(shape), logits()):  # torch's own makes the identity of this backward
         with loss_parallel():
             functional.log_softmax(x, dim).square().sum().backward()
+        assert x.grad is not None
         found.append(global_value(x.grad))
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
 

@@ -291,8 +291,8 @@ def at_call(
     operands = [x for _, x in tensors]
     states = [own for own, _ in known]
     first = [*reductions(interpreter, operands), *mixed_groups(interpreter, operands, states)]
-    for x, own in zip(operands, states, strict=True):
-        first += gathered_over_others(interpreter, x, own)
+    for x, each in zip(operands, states, strict=True):
+        first += gathered_over_others(interpreter, x, each)
     propose(error, [*first, *map(itemgetter(1), found)])
 
 
