@@ -62,7 +62,7 @@ from shardmap_torch.run.compiled import (
     compare_traced,
     give_up,
 )
-from shardmap_torch.run.donation import end, require_donatable, taking
+from shardmap_torch.run.donation import donating, require_donatable, taking
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import Unchecked, run_in
 from shardmap_torch.spec import P
@@ -385,7 +385,7 @@ class _Body:
             if not call.donated or call.mesh.kind == "abstract":
                 return self._unchecked.run(call, run)
             require_donatable(call, ())
-            return end(call, self._unchecked.run(taking(call), run))
+            return donating(call, partial(self._unchecked.run, taking(call), run))
         return run_in(call, scope)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -453,8 +453,9 @@ class _Body:
                 runtime = runtime_of(call.mesh)
                 if not runtime.has_data:
                     return shapes_of(self._checked.verdict(call))
-                found = self._checked.run(call, runtime.run)
-                return end(call, found) if call.donated else found
+                if call.donated:
+                    return donating(call, partial(self._checked.run, call, runtime.run))
+                return self._checked.run(call, runtime.run)
             except ShardTypeError as error:
                 if not self._lifts(error):
                     raise

@@ -1,6 +1,6 @@
 """Donated arguments: a call may write into their memory, and nobody may use them afterwards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn
@@ -81,10 +81,20 @@ def versions_of(call: Call) -> list[int]:
     return [0 if x.is_inference() else x._version for x in donated]
 
 
-def end(call: Call, result: Tree) -> Tree:
-    """Frees what was donated and is no result: any use of it raises from now on."""
-    for at in call.donated:
-        _end(call.leaves[at], f"{call.match.paths[at]} was donated to {call.name}")
+def donating(call: Call, run: Callable[[], Tree]) -> Tree:
+    """Runs a call, and frees what was donated to it: any use of it raises from now on.
+
+    A run that fails before it has written into anything leaves it to the caller.
+    """
+    versions = versions_of(call)
+    is_over = False
+    try:
+        result = run()
+        is_over = True
+    finally:
+        if is_over or versions_of(call) != versions:
+            for at in call.donated:
+                _end(call.leaves[at], f"{call.match.paths[at]} was donated to {call.name}")
     return result
 
 
@@ -117,7 +127,8 @@ def _refuse(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> NoReturn:
     with DisableTorchFunction():
-        what = next((vars(x)["_donated_to"] for x in _donated(args)), "It was donated")
+        given = [*args, *(kwargs or {}).values()]
+        what = next((vars(x)["_donated_to"] for x in _donated(given)), "It was donated")
     raise SpecError(
         f"{what}, which may have written into its memory. Use what the call has returned, or do "
         "not donate it."

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import optree
@@ -101,7 +102,14 @@ def test_what_was_donated_raises_where_it_is_used() -> None:
     view, before = params["down"].view(-1), params["down"].clone()
     step = step_on(make_mesh((1,), ("tp",), kind="simulated"), optimizer, True)
     new, _, _ = step(params, state, x)
-    for use in (params["up"].sum, lambda: params["up"] @ x, lambda: repr(params["up"])):
+    for use in (
+        params["up"].sum,
+        lambda: params["up"] @ x,
+        lambda: repr(params["up"]),
+        lambda: torch.add(x, other=params["up"]),
+        lambda: torch.stack([x, params["up"]]),
+        lambda: torch.add(x, x, out=params["up"]),
+    ):
         with pytest.raises(SpecError) as error:
             use()
         assert str(error.value) == (
@@ -113,6 +121,35 @@ def test_what_was_donated_raises_where_it_is_used() -> None:
     assert torch.equal(view.view(before.shape), new["down"])
     with pytest.raises(SpecError, match=r"^params\['\w+'\] was donated to step"):
         step(params, state, x)
+
+
+@pytest.mark.parametrize("check", ["local", False])
+def test_a_run_that_fails_takes_what_it_has_written_into(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(x: Tensor, y: Tensor) -> Tensor:
+        if os.environ["FAILS"] == "at once":
+            raise ValueError("no data")
+        z = x.mul_(2) + y
+        if os.environ["FAILS"] == "late":
+            raise ValueError("no data")
+        return z
+
+    mesh = make_mesh((1,), ("tp",), kind="simulated")
+    mapped = shard_map(
+        body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), donate=("x", "y"), check=check
+    )
+    for fails in ("never", "at once", "late"):
+        monkeypatch.setenv("FAILS", fails)
+        x, y = torch.ones(2), torch.ones(2)
+        with nullcontext() if fails == "never" else pytest.raises(ValueError, match="no data"):
+            assert mapped(x, y).tolist() == [3, 3]
+        if fails == "at once":
+            assert (x.tolist(), y.tolist()) == ([1, 1], [1, 1])
+            continue
+        for each in (x, y):
+            with pytest.raises(SpecError, match=r"^[xy] was donated to body, which may have"):
+                each.tolist()
 
 
 def test_a_body_sees_what_it_has_written() -> None:
