@@ -128,7 +128,8 @@ def allocated(case: Case) -> int:
     """Runs a step, and returns the most that is allocated at a time."""
     mesh = case.mesh("process_group")
     step, args, specs = case.build(mesh)
-    fresh: Any = optree.tree_map(torch.clone, args)  # what is put may be donated
+    tree: Any = args
+    fresh: Any = optree.tree_map(torch.clone, tree)  # what is put may be donated
     step(*device_put(fresh, mesh, specs))
     args = device_put(args, mesh, specs)
     run = DryRun(case.name, mesh)
