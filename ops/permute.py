@@ -1,5 +1,6 @@
 """Collectives that send each rank's value to at most one other rank: ppermute, shift."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -122,7 +123,7 @@ def _read_pairs(
             f"ppermute: {outside} are none of the {num_ranks} ranks of {shown(axes)}."
         )
     for word, ranks in zip(("source", "target"), zip(*pairs, strict=True), strict=False):
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
         if twice:
             raise CollectiveError(f"ppermute: {twice} are the {word} of more than one pair.")
     return tuple(sorted((source, target) for source, target in pairs))

@@ -298,6 +298,7 @@ def test_a_transform_outside_is_refused() -> None:
         compiled(torch.func.grad(f), [])(random((4,), 0))
 
 
+@pytest.mark.fuzz
 @pytest.mark.slow
 def test_the_step_of_the_gpt_example_compiles_and_is_the_eager_one() -> None:
     """After uncompiled steps, whose caches Dynamo finds."""

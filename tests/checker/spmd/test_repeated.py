@@ -14,6 +14,7 @@ from shardmap_torch.checker.spmd import operations
 from shardmap_torch.checker.spmd.ops.aten_rules import propagate
 from shardmap_torch.checker.spmd.repeated import Repeated
 from shardmap_torch.errors import ShardTypeError
+from tests.support.fuzzing import sampled
 
 MESH = make_mesh((2, 2), ("dp", "tp"), kind="abstract")
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -87,8 +88,8 @@ def text(body: Callable[..., Tensor]) -> str:
         return str(error)
 
 
+@pytest.mark.parametrize("gradient", sampled([False, True], True))
 @pytest.mark.parametrize("different", DIFFERENT)
-@pytest.mark.parametrize("gradient", [False, True])
 def test_a_layer_that_differs_is_compared_as_if_there_were_no_others(
     different: str, gradient: bool
 ) -> None:

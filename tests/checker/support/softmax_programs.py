@@ -15,7 +15,7 @@ from tests.support.fuzzing import FUZZ
 
 SPEC = P(None, "a")
 
-SEEDS = range(2000 if FUZZ else 24)
+SEEDS = range(2000 if FUZZ else 12)
 """A few programs in `make test`."""
 
 

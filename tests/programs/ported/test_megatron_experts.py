@@ -122,8 +122,15 @@ def everything(check: Any, mesh: Mesh) -> None:
     compare(mesh, layer, original, params, data, (SPECS, P("ep"), P("ep")), check)
 
 
-@pytest.mark.parametrize("check", [True, "global"])
-@pytest.mark.parametrize("kind", ["ranks", "gloo"])
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        ("ranks", "global"),
+        ("gloo", True),
+        pytest.param("ranks", True, marks=pytest.mark.fuzz),
+        pytest.param("gloo", "global", marks=pytest.mark.fuzz),
+    ],
+)
 def test_tokens_go_to_their_experts_and_back(kind: str, check: Any, gloo: Gloo) -> None:
     run_on(kind, partial(everything, check), gloo, (RANKS,), ("ep",))
 
