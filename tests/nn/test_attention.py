@@ -11,14 +11,7 @@ from torch.nn import functional
 from shardmap_torch import I, LayerError, P, R, convert, make_mesh, shard_map, validate_rule
 from shardmap_torch.nn import attention, own_kv_heads
 from shardmap_torch.nn.attention import selected_heads
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import Case, budget, random
 
 Q, K, V = random(4, 6, 4, 2), random(4, 6, 2, 2, seed=1), random(4, 6, 2, 3, seed=2)
 Q8 = random(4, 6, 8, 2)
@@ -76,18 +69,6 @@ CASES = {
         sizes=(1, 4),
     ),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 def test_nothing_is_sent() -> None:

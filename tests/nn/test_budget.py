@@ -19,14 +19,7 @@ from shardmap_torch.nn import (
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
-from tests.nn.support.cases import (
-    Case,
-    assert_equals_one_device,
-    budget,
-    integers,
-    over_dp,
-    random,
-)
+from tests.nn.support.cases import Case, budget, integers, over_dp, random
 
 IDS, TARGETS = integers(12, 4, 6), integers(12, 4, 6, seed=1)
 WEIGHTS = (
@@ -126,11 +119,3 @@ BUDGET: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_sends_what_the_literature_says_and_no_more(name: str) -> None:
     assert budget(CASES[name]) == BUDGET[name]
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)

@@ -8,14 +8,7 @@ from torch import Tensor
 
 from shardmap_torch import LayerError, P
 from shardmap_torch.nn import kv_update
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import Case, budget, random
 
 CACHE, NEW, ONE = random(4, 8, 4, 2), random(4, 3, 4, 2, seed=1), random(4, 1, 4, 2, seed=2)
 
@@ -52,18 +45,6 @@ CASES = {
     ),
     "growing": Case(kv_update, grown, (HEADS, HEADS), HEADS, (CACHE, NEW)),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 def test_nothing_is_sent() -> None:

@@ -11,16 +11,7 @@ from torch.nn import functional
 from shardmap_torch import LayerError, P, make_mesh, shard_map, trace, validate_rule
 from shardmap_torch.nn import head_tail_order, ring_attention, ulysses_attention
 from shardmap_torch.nn.context import ring_region
-from tests.nn.support.cases import (
-    AXES,
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    mapped,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import AXES, Case, budget, mapped, random
 
 Q, K, V = random(2, 8, 4, 2), random(2, 8, 2, 2, seed=1), random(2, 8, 2, 3, seed=2)
 
@@ -71,19 +62,6 @@ CASES = {
     "exchanged heads": case(partial(ulysses_attention, axis="tp"), CAUSAL),
     "exchanged heads of a shuffled sequence": case(ulysses, in_another_order, order=SHUFFLED),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-@pytest.mark.slow
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,7 @@ from shardmap_torch import (
     validate_rule,
 )
 from shardmap_torch.nn import dropless_moe, grouped_linear
-from tests.nn.support.cases import (
-    AXES,
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    mapped,
-    over_dp,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import AXES, Case, budget, mapped, over_dp, random
 
 INPUTS = random(4, 6, 5), random(5, 4), random(4, 5, 3), random(4, 3), random(4, 3, 5)
 BATCH = P(("dp", "tp"))
@@ -84,16 +74,6 @@ CASES = {
 CASES["one expert a rank"] = Case(
     CASES["two choices"].body, CASES["two choices"].reference, SPECS, BATCH, INPUTS, (1, 4)
 )
-
-
-@pytest.mark.parametrize("simulate", ["ranks", "auto"])
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_one_device(name: str, simulate: Any) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 def test_rows_are_exchanged_there_and_back() -> None:

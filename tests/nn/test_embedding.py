@@ -23,16 +23,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.nn import vocab_parallel_embedding
 from shardmap_torch.nn.embedding import own_embeddings
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    integers,
-    over_dp,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import Case, budget, integers, over_dp, random
 
 IDS, TABLE = integers(12, 4, 6), random(12, 8)
 
@@ -58,18 +49,6 @@ CASES = {
         partial(embed_to, dst=Partial), functional.embedding, SPECS, P("dp", "tp"), (IDS, TABLE)
     ),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 def test_the_gradient_of_the_table_stays_sharded() -> None:

@@ -12,14 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardmap_torch import I, P, R, SpecError, make_mesh, redistribute, shard_map
 from shardmap_torch.backends.communicator import Wire
 from shardmap_torch.nn import column_linear, fsdp_gather, fsdp_layer, fsdp_layers, row_linear
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    integers,
-    random,
-)
+from tests.nn.support.cases import Case, budget, integers, random
 from tests.support.pool import Gloo
 
 # "tp" is the data axis here: the one that the support of this folder counts and runs.
@@ -110,18 +103,6 @@ CASES = {
         (X, *PARAMS_4),
     ),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 @pytest.mark.parametrize(

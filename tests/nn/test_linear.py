@@ -10,15 +10,7 @@ from torch import Tensor
 
 from shardmap_torch import I, LayerError, P, Partial, R, S, V, make_mesh, redistribute, shard_map
 from shardmap_torch.nn import column_linear, row_linear
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    over_dp,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import Case, budget, over_dp, random
 
 X, QKV, QKV_BIAS = random(4, 6, 8), random(8, 4, 3, 2), random(4, 3, 2)
 HEADS, OUT, OUT_BIAS = random(4, 6, 4, 2), random(4, 2, 8), random(8)
@@ -98,19 +90,6 @@ CASES = {
         partial(row, dst=S(1), overlap="require"), out_spec=P("dp", "tp"), **ROW
     ),
 }
-SIMULATED = {name: case for name, case in CASES.items() if not name.startswith("overlapped")}
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", SIMULATED)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 @pytest.mark.parametrize(

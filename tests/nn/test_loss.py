@@ -11,16 +11,7 @@ from torch.nn import functional
 from shardmap_torch import LayerError, P, S, make_mesh, shard_map, trace, validate_rule
 from shardmap_torch.nn import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from shardmap_torch.nn.loss import Loss, chunked_nats, own_scores
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    integers,
-    over_dp,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import Case, budget, integers, over_dp, random
 
 X, W = random(4, 6, 5), random(5, 8)
 LOGITS, TARGETS = random(4, 6, 8) * 3, integers(8, 4, 6)
@@ -104,18 +95,6 @@ CASES = {
         (X, W, SOME_IGNORED),
     ),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,7 @@ from torch import Tensor
 
 from shardmap_torch import LayerError, P, make_mesh
 from shardmap_torch.nn import moe
-from tests.nn.support.cases import (
-    AXES,
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    mapped,
-    over_dp,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import AXES, Case, budget, mapped, over_dp, random
 
 INPUTS = random(4, 6, 5), random(5, 4), random(4, 5, 3), random(4, 3, 5)
 BATCH = P(("dp", "tp"))
@@ -85,18 +75,6 @@ CASES = {
     "dropless": case(0, 2, None),
     "balance": case(1, 2, 1.25),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 def test_little_room_drops_something_and_dropless_nothing() -> None:

@@ -10,16 +10,7 @@ from torch.nn import functional
 
 from shardmap_torch import I, LayerError, P, R, ShardTypeError, convert, make_mesh
 from shardmap_torch.nn import layer_norm, rms_norm
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    on_mesh,
-    over_dp,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import Case, budget, on_mesh, over_dp, random
 
 X, W, B = random(4, 6, 8), random(8), random(8, seed=1)
 
@@ -60,18 +51,6 @@ CASES = {
         partial(layer, axis=None), layer_one_device, (P("dp"), P(), P()), P("dp"), (X, W, B)
     ),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 def test_nothing_is_sent_forward_and_the_weights_gradient_is_summed_once() -> None:

@@ -8,14 +8,7 @@ from torch import Tensor
 
 from shardmap_torch import LayerError, P, SpecError, make_mesh, shard_map
 from shardmap_torch.nn import positions, rotary, rotary_tables
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    budget,
-    random,
-)
-from tests.support.pool import Gloo
+from tests.nn.support.cases import Case, budget, random
 
 X = random(4, 6, 4, 8)
 
@@ -58,18 +51,6 @@ CASES = {
         (X,),
     ),
 }
-
-
-@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
 
 
 def test_nothing_is_sent() -> None:

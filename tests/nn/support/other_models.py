@@ -1,27 +1,12 @@
 """Parts of models other than GPTs, put together from the layers, equal one device."""
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import I, P, R, S, all_reduce, all_to_all
-from shardmap_torch.nn import (
-    column_linear,
-    positions,
-    row_linear,
-    vocab_parallel_embedding,
-)
-from tests.nn.support.cases import (
-    Case,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    integers,
-    over_dp,
-    random,
-)
-from tests.support.fuzzing import sampled
-from tests.support.pool import Gloo
+from shardmap_torch.nn import column_linear, positions, row_linear, vocab_parallel_embedding
+from tests.nn.support.cases import Case, integers, over_dp, random
 
 
 def scored(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -166,16 +151,3 @@ CASES = {
         (random(6, 4), integers(6, 8), integers(6, 8, seed=1), random(4, 8)),
     ),
 }
-
-
-@pytest.mark.parametrize("simulate", sampled(["vmap", "ranks"], "vmap"))
-@pytest.mark.parametrize("name", CASES)
-def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
-    name: str, simulate: str
-) -> None:
-    assert_equals_one_device(CASES[name], simulate)
-
-
-@pytest.mark.fuzz
-def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
-    assert_equal_on_processes(CASES, __name__, gloo)
