@@ -17,6 +17,7 @@ from shardmap_torch.backends.traffic import counting_bytes
 from shardmap_torch.mesh.mesh import Kind
 from shardmap_torch.planning import dry_run as dry_run_module
 from shardmap_torch.planning.dry_run import DryRun, Tape, checked, dry_run, run_dry
+from tests.support.fuzzing import sampled
 from tests.support.pool import Gloo
 
 CHOICES = {
@@ -65,7 +66,7 @@ def measured(choice: str) -> tuple[int, int, int, int]:
     return max(run.live()), run.live()[0], flops, sum(sent.values())
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", sampled(CHOICES, "fsdp+tp", "zero", "dp+cp", "pp+tp", "fsdp+ep"))
 def test_memory_flops_and_bytes_are_those_of_a_run_on_processes(choice: str, gloo: Gloo) -> None:
     peak, arguments, flops, sent = gloo(4).run(measured, choice)[0]
     step, args, _ = step_of(mesh_of(choice, "abstract"), choice)
