@@ -13,16 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch import (
-    I,
-    Mesh,
-    P,
-    R,
-    all_gather,
-    make_mesh,
-    reduce_scatter,
-    shard_map,
-)
+from shardmap_torch import I, Mesh, P, R, all_gather, make_mesh, reduce_scatter, shard_map
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.errors import KernelError, ShardTypeError
 from shardmap_torch.kernels import (

@@ -16,10 +16,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from shardmap_torch.backends import process_group
 from shardmap_torch.errors import KernelError
-from shardmap_torch.kernels import (
-    all_gather_matmul,
-    matmul_reduce_scatter,
-)
+from shardmap_torch.kernels import all_gather_matmul, matmul_reduce_scatter
 from tests.kernels.support.calls import body, normal
 from tests.support.pool import Pool
 

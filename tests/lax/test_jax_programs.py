@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch import (
-    P,
-    ShardTypeError,
-    checkpoint,
-    lax,
-    make_mesh,
-    shard_map,
-    value_and_grad,
-)
+from shardmap_torch import P, ShardTypeError, checkpoint, lax, make_mesh, shard_map, value_and_grad
 from shardmap_torch.core.tree import flatten
 from tests.lax.support.jax_programs import PROGRAMS, STEPS
 from tests.support.fuzzing import FUZZ, sampled

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import (
-    I,
-    Mesh,
-    P,
-    ShardMapError,
-    V,
-    convert,
-    device_put,
-    full,
-    shard_map,
-)
+from shardmap_torch import I, Mesh, P, ShardMapError, V, convert, device_put, full, shard_map
 from tests.programs.support.everywhere import run_on
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo

@@ -10,15 +10,7 @@ import torch
 
 from shardmap_torch import Mesh, OptimizerError, P
 from shardmap_torch.optim import Optimizer, adamw, sgd
-from tests.optim.training import (
-    AXES,
-    MESH,
-    assert_equal,
-    params,
-    synced,
-    train,
-    train_with_torch,
-)
+from tests.optim.training import AXES, MESH, assert_equal, params, synced, train, train_with_torch
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
 from tests.support.pool import Gloo
 

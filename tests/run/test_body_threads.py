@@ -8,15 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import (
-    CollectiveError,
-    I,
-    P,
-    TransformError,
-    all_reduce,
-    make_mesh,
-    shard_map,
-)
+from shardmap_torch import CollectiveError, I, P, TransformError, all_reduce, make_mesh, shard_map
 from shardmap_torch.backends import threads
 
 

@@ -3,15 +3,8 @@
 import torch
 from torch import Tensor
 
-from shardmap_torch import (
-    P,
-    make_mesh,
-)
-from tests.checker.support.other_programs import (
-    ARGS,
-    Body,
-    mapped,
-)
+from shardmap_torch import P, make_mesh
+from tests.checker.support.other_programs import ARGS, Body, mapped
 
 RANKS = make_mesh((2, 4), ("dp", "tp"), kind="simulated", simulate="ranks")
 ONE = make_mesh((1, 1), ("dp", "tp"), kind="simulated", simulate="ranks")

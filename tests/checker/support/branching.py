@@ -6,19 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmap_torch import (
-    I,
-    P,
-    all_reduce,
-    check_program,
-    make_mesh,
-    shard_map,
-)
-from tests.checker.support.rejections import (
-    ABSTRACT,
-    RANKS,
-    numbers,
-)
+from shardmap_torch import I, P, all_reduce, check_program, make_mesh, shard_map
+from tests.checker.support.rejections import ABSTRACT, RANKS, numbers
 
 X, W = numbers(8, 6), numbers(6, 3)
 SPECS, WHOLE = (P("tp"), P()), P()

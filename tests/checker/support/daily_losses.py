@@ -5,14 +5,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from shardmap_torch import (
-    I,
-    R,
-    all_gather,
-    all_reduce,
-    axis_index,
-    axis_size,
-)
+from shardmap_torch import I, R, all_gather, all_reduce, axis_index, axis_size
 from tests.checker.support.daily import (
     DP,
     MASK,

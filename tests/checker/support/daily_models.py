@@ -6,16 +6,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from shardmap_torch import (
-    I,
-    P,
-    R,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    axis_index,
-    reduce_scatter,
-)
+from shardmap_torch import I, P, R, all_gather, all_reduce, all_to_all, axis_index, reduce_scatter
 from tests.checker.support.daily import (
     BOTH,
     DP,

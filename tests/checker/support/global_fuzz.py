@@ -22,15 +22,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
-from shardmap_torch import (
-    P,
-    R,
-    ShardMapError,
-    all_reduce,
-    assume_constant,
-    make_mesh,
-    shard_map,
-)
+from shardmap_torch import P, R, ShardMapError, all_reduce, assume_constant, make_mesh, shard_map
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
 from shardmap_torch.checker.spmd.equivalence import Relation
 from tests.checker.support.fuzz import Case, cases, written_in_place

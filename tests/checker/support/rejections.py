@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import (
-    ShardTypeError,
-    check_program,
-    make_mesh,
-    shard_map,
-)
+from shardmap_torch import ShardTypeError, check_program, make_mesh, shard_map
 from shardmap_torch.collectives.autograd import TypedFunction
 from tests.support.golden import hold
 

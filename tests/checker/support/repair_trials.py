@@ -37,13 +37,7 @@ from shardmap_torch.checker.verify import verdict
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import unflatten
 from shardmap_torch.run import checked
-from tests.checker.support import (
-    accumulations,
-    global_programs,
-    other_programs,
-    programs,
-    rejected,
-)
+from tests.checker.support import accumulations, global_programs, other_programs, programs, rejected
 from tests.checker.support.classes import backwards, hooks, training
 from tests.checker.support.page import write
 from tests.checker.support.repaired import outcome

@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardmap_torch import (
-    I,
-    Mesh,
-    P,
-    Partial,
-    ShardMapError,
-    shard_map,
-    typeof,
-)
+from shardmap_torch import I, Mesh, P, Partial, ShardMapError, shard_map, typeof
 from shardmap_torch.checker.interpreter import modes
 from shardmap_torch.checker.interpreter.proposals import distinct
 from shardmap_torch.checker.ir.repairs import Repair, collective_call, function_call

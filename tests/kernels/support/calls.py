@@ -8,18 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch import (
-    I,
-    R,
-    make_mesh,
-)
+from shardmap_torch import I, R, make_mesh
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.collectives.scope import Scope, enter_scope
-from shardmap_torch.kernels import (
-    all_gather_matmul,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from shardmap_torch.kernels.endpoint import endpoint_of
 from shardmap_torch.kernels.planner import Fabric
 

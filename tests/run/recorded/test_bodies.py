@@ -15,14 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardmap_torch import (
-    I,
-    Mesh,
-    P,
-    TransformError,
-    make_mesh,
-    shard_map,
-)
+from shardmap_torch import I, Mesh, P, TransformError, make_mesh, shard_map
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels import matmul_all_reduce
 from shardmap_torch.run.recorded import simplify

@@ -16,16 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardmap_torch import (
-    I,
-    P,
-    R,
-    ShardTypeError,
-    all_reduce,
-    check_program,
-    make_mesh,
-    shard_map,
-)
+from shardmap_torch import I, P, R, ShardTypeError, all_reduce, check_program, make_mesh, shard_map
 from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.pool import Gloo
 

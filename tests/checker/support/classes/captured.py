@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardmap_torch import I, P, ShardMapError, all_reduce, make_mesh, shard_map
-from tests.checker.support.classes.trials import (
-    EQUAL,
-    WRONG,
-    differentiated,
-    is_same,
-    numbers,
-)
+from tests.checker.support.classes.trials import EQUAL, WRONG, differentiated, is_same, numbers
 
 MESHES: Final = {
     strategy: make_mesh((2,), ("i",), kind="simulated", simulate=strategy)

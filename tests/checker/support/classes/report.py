@@ -21,14 +21,7 @@ from tests.checker.support.classes import (
     randomness,
     training,
 )
-from tests.checker.support.classes.trials import (
-    EQUAL,
-    REFUSED,
-    WRONG,
-    Tally,
-    Trial,
-    tally,
-)
+from tests.checker.support.classes.trials import EQUAL, REFUSED, WRONG, Tally, Trial, tally
 from tests.checker.support.page import write
 
 CLASSES: Final[Mapping[str, Callable[[random.Random], Trial]]] = {
