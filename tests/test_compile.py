@@ -185,6 +185,7 @@ def refused_wrong_spec(fullgraph: bool) -> str:
     return "accepted"
 
 
+@pytest.mark.usefixtures("repairs")
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_compiled_call_is_checked_before_it_runs(gloo: Gloo, fullgraph: bool) -> None:
     for text in gloo(2).run(refused_wrong_spec, fullgraph, timeout=120):

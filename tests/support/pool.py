@@ -29,9 +29,12 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from shardmap_torch.checker.verify import verdict
 
 T = TypeVar("T")
 
@@ -103,11 +106,12 @@ class Pool:
     ) -> list[Any]:
         """Calls `fn(*args)` on every rank under the caller's warning filters.
 
-        Returns the results in rank order, or with `expect_error` the exceptions, of which every
-        rank must then raise one. Raises WorkerError if a rank does otherwise, dies, or has not
-        answered after `timeout` seconds.
+        Tries as many repairs of rejected programs as the caller. Returns the results in rank
+        order, or with `expect_error` the exceptions, of which every rank must then raise one.
+        Raises WorkerError if a rank does otherwise, dies, or has not answered after `timeout`
+        seconds.
         """
-        request = pickle.dumps((fn, args, list(warnings.filters)))
+        request = pickle.dumps((fn, args, list(warnings.filters), verdict._TRIES))
         self._start()
         try:
             for worker in self._workers:
@@ -180,7 +184,9 @@ class Pool:
 def run_alone(fn: Callable[[], T], timeout: float = RUN_TIMEOUT) -> T:
     """Calls `fn()` in a process of its own, without a process group; returns its result."""
     connection, remote = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_answer, args=(remote, pickle.dumps((fn, (), []))))
+    process = _CONTEXT.Process(
+        target=_answer, args=(remote, pickle.dumps((fn, (), [], verdict._TRIES)))
+    )
     process.start()
     remote.close()
     try:
@@ -336,8 +342,8 @@ def _die_with_the_session() -> None:
 def _call(request: bytes) -> bytes:
     """The pickled result of a pickled call, or the pickled error it ended in."""
     try:
-        fn, args, filters = pickle.loads(request)
-        with warnings.catch_warnings():
+        fn, args, filters, tries = pickle.loads(request)
+        with warnings.catch_warnings(), mock.patch.object(verdict, "_TRIES", tries):
             warnings.filters = filters
             return pickle.dumps(_Returned(fn(*args)))
     except BaseException as error:  # pytest.fail and SystemExit too must reach the parent.

@@ -189,6 +189,7 @@ def test_a_literal_that_has_met_a_number_is_known_no_more() -> None:
 # --------------------------------------------------------------- numbers that ranks do not share
 
 
+@pytest.mark.usefixtures("repairs")
 def test_a_branch_on_a_varying_value_is_rejected_with_a_reduction_that_was_tried() -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         total = (x @ w).sum()
@@ -212,6 +213,7 @@ def test_a_branch_on_a_varying_value_is_rejected_with_a_reduction_that_was_tried
     ]
 
 
+@pytest.mark.usefixtures("repairs")
 def test_a_bool_gets_no_reduction_proposed_that_may_be_wrong() -> None:
     def body(x: Tensor) -> Tensor:
         return 2 * x if (x > 0).all() else x  # a maximum would ask for any rank, not for all
@@ -219,6 +221,7 @@ def test_a_bool_gets_no_reduction_proposed_that_may_be_wrong() -> None:
     assert "Tried" not in rejection(body, X, in_specs=P("tp"), out_specs=P("tp"))
 
 
+@pytest.mark.usefixtures("repairs")
 def test_a_branch_on_the_rank_gets_no_reduction_proposed() -> None:
     def body(x: Tensor) -> Tensor:
         return 2 * x if axis_index("tp") == 0 else x

@@ -121,6 +121,7 @@ def test_a_program_that_is_accepted_over_tp_gives_what_one_rank_of_tp_gives(body
     torch.testing.assert_close(run(body, 2, {"tp": "global", "dp": "local"}), run(body, 1, True))
 
 
+@pytest.mark.usefixtures("repairs")
 @pytest.mark.parametrize(("body", "expected"), WRONG)
 def test_a_program_that_is_another_over_tp_is_refused(
     body: Body, expected: tuple[str, str]

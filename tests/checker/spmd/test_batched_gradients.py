@@ -147,6 +147,7 @@ def test_gradients_of_samples_that_local_strictness_accepts_are_those_of_one_dev
     torch.testing.assert_close(mapped(W, X), each(W, X).square().sum(0))
 
 
+@pytest.mark.usefixtures("repairs")
 def test_no_sum_over_the_ranks_is_advised_for_gradients_of_samples() -> None:
     def adapted(w: Tensor, x: Tensor) -> Tensor:
         losses: Tensor = vmap(lambda x: loss(w - grad(loss)(w, x), x))(x)

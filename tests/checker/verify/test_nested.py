@@ -242,6 +242,7 @@ def test_a_sum_still_to_be_taken_over_an_inner_axis_is_rejected() -> None:
     assert "pending sum over 'tp'" in rejection(unsummed)
 
 
+@pytest.mark.usefixtures("repairs")
 def test_a_closed_over_value_of_the_outer_body_is_no_open_input() -> None:
     def closed(x: Tensor, w: Tensor) -> Any:
         y = 2 * x
