@@ -67,7 +67,14 @@ ADDED_TWICE: Final = (
     "Fix: take the sum first, with all_reduce(x, 'tp', dst=...), and add this to it.",
 )
 WRONG: Final[list[tuple[Body, tuple[str, str]]]] = [
-    (lambda x, w, b: all_reduce(x @ w + b, "tp", dst=I), ADDED_TWICE),
+    (
+        lambda x, w, b: all_reduce(x @ w + b, "tp", dst=I),
+        (
+            ADDED_TWICE[0],
+            "Tried, and accepted also by check='global': convert(x, 'tp', src=R, dst=Partial) for "
+            "x, operand 2 of add at test_axes.py:71",
+        ),
+    ),
     (
         lambda x, w, b: product(x.softmax(1), w),
         (
