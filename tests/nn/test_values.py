@@ -35,11 +35,11 @@ MODULES: Final = (
     "test_rotary",
     "support.other_models",
 )
+# Models and counts of layers that other modules run so: only `make fuzz` runs these.
 IN_FUZZ: Final = {"support.other_models": ("ranks", "processes"), "test_budget": ("processes",)}
-"""What only `make fuzz` runs: models and counts, of layers that other modules run so."""
 
+# One batched program cannot exchange unlike numbers of rows.
 STRATEGIES: Final = {"test_dropless": ("ranks", "auto")}
-"""How ranks are simulated, where one batched program cannot exchange unlike numbers of rows."""
 
 SIZE: Final = 8
 
