@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import secrets
-import select
+import selectors
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -94,18 +94,17 @@ class Exchange:
         token, host = secrets.token_bytes(_TOKEN), _host()
         with ExitStack() as open_here:
             listeners = [open_here.enter_context(each) for each in _listeners(host, len(hops))]
-            own = [each.getsockname() for each in listeners]
-            own[1:] = [name.decode("latin-1") for name in own[1:]]
-            store.set(f"{key}/{rank}", json.dumps([host, own, token.hex()]))
+            to_hosts, *names = [each.getsockname() for each in listeners]
+            own = [host, to_hosts[:2], *[name.decode("ascii") for name in names]]
+            store.set(f"{key}/{rank}", json.dumps([token.hex(), *own]))
             store.wait([f"{key}/{(rank + hop) % size}" for hop in hops], timeout)
             for each in rounds:
                 links: list[socket.socket] = []
                 self._targets.append(links)
                 for hop in each:
                     target = (rank + hop) % size
-                    other, addresses, secret = json.loads(store.get(f"{key}/{target}"))
-                    # The last one is within the host.
-                    link = _connection(addresses[-1 if other == host else 0], _until(end))
+                    secret, other, *at = json.loads(store.get(f"{key}/{target}"))
+                    link = _connection(at if other == host else at[:1], _until(end))
                     links.append(link)
                     self.rank_of[link] = target
                     link.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK, "little"))
@@ -277,10 +276,7 @@ def _accepted(
     links: dict[int, socket.socket] = {}
     try:
         while len(links) < len(ranks):
-            ready, _, _ = select.select(listeners, (), (), _until(end))
-            if not ready:
-                raise TimeoutError("timed out")
-            link, _ = ready[0].accept()
+            link = _next(listeners, end)
             hello = _hello(link, min(_HELLO, _until(end)))
             rank = int.from_bytes(hello[_TOKEN:], "little")
             if secrets.compare_digest(hello[:_TOKEN], token) and rank in ranks:
@@ -292,6 +288,17 @@ def _accepted(
             link.close()
         raise
     return links
+
+
+def _next(listeners: Sequence[socket.socket], end: float) -> socket.socket:
+    with selectors.DefaultSelector() as selector:
+        for each in listeners:
+            selector.register(each, selectors.EVENT_READ)
+        for key, _ in selector.select(_until(end)):
+            listener: Any = key.fileobj
+            link: socket.socket = listener.accept()[0]
+            return link
+    raise TimeoutError("timed out")
 
 
 def _hello(link: socket.socket, seconds: float) -> bytes:
@@ -318,19 +325,31 @@ def _listeners(host: str, number: int) -> Iterator[socket.socket]:
     backlog = max(8, number)
     yield _to_hosts(backlog)
     if host:
-        within = socket.socket(socket.AF_UNIX)
-        within.bind("")
-        within.listen(backlog)
-        yield within
+        with suppress(OSError):
+            within = socket.socket(socket.AF_UNIX)
+            within.bind("")
+            within.listen(backlog)
+            yield within
 
 
-def _connection(address: Any, seconds: float) -> socket.socket:
-    """Connects to a listener: a name within the host, or an address of a network."""
-    if not isinstance(address, str):
-        return socket.create_connection(address[:2], seconds)
+def _connection(addresses: Sequence[Any], seconds: float) -> socket.socket:
+    """Connects to a listener by its name within the host, if it has one, or else by a network."""
+    to_hosts, *names = addresses
+    for name in names:
+        with suppress(OSError):  # as a rule of the host's may forbid it
+            return _within(name, seconds)
+    host, port = to_hosts
+    return socket.create_connection((host, port), seconds)
+
+
+def _within(name: str, seconds: float) -> socket.socket:
     link = socket.socket(socket.AF_UNIX)
-    link.settimeout(seconds)
-    link.connect(address.encode("latin-1"))
+    try:
+        link.settimeout(seconds)
+        link.connect(name.encode("ascii"))
+    except OSError:
+        link.close()
+        raise
     return link
 
 

@@ -1,5 +1,6 @@
 """Ranks learn whether their numbers are equal, and notice who does not come."""
 
+import errno
 import secrets
 import signal
 import socket
@@ -114,9 +115,13 @@ def test_a_rank_that_is_gone_or_out_of_step_is_an_error(
     assert mine.is_completed()
 
 
-@pytest.mark.parametrize("is_one_host", [True, False])
+def denied(*_: object) -> socket.socket:
+    raise PermissionError(errno.EACCES, "no sockets within this host")
+
+
+@pytest.mark.parametrize("ranks_are", ["on one host", "on two hosts", "kept from it"])
 def test_a_connection_without_the_token_is_not_taken_for_a_rank(
-    is_one_host: bool, monkeypatch: pytest.MonkeyPatch
+    ranks_are: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strangers: list[socket.socket] = []
     listeners_of = module._listeners
@@ -131,13 +136,16 @@ def test_a_connection_without_the_token_is_not_taken_for_a_rank(
 
     monkeypatch.setattr(module, "_listeners", listens)
     hosts = iter([secrets.token_hex(8) for _ in range(2)])
-    if not is_one_host:
+    if ranks_are == "on two hosts":
         monkeypatch.setattr(module, "_host", lambda: next(hosts))
+    if ranks_are == "kept from it":
+        monkeypatch.setattr(module, "_within", denied)
     store: Any = HashStore()
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(lambda r: Exchange(store, "key", r, 2, TIMEOUT), range(2)))
     families = {link.family for rank in ranks for link in rank.rank_of}
-    assert (families == {socket.AF_UNIX}) == (is_one_host and sys.platform == "linux")
+    is_one_host = ranks_are == "on one host" and sys.platform == "linux"
+    assert families == {socket.AF_UNIX if is_one_host else socket.AF_INET}
     assert compare(ranks, 1, [(1, 2), (1, 2)]) == [[True, True]] * 2
     for each in ranks:
         each.close()
