@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.functorch import is_smooth
+from shardmap_torch.errors import CollectiveError
 from shardmap_torch.run.trials.draws import Draw
 from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
 
@@ -84,7 +85,14 @@ class Dependence:
         self._lost = lost
         inputs = draw.values(self.one.likes, True)
         inputs = {at: x.detach().requires_grad_(is_smooth(x)) for at, x in inputs.items()}
-        results = {name: y for name, y in self.one.results(inputs, draw).items() if _is_compared(y)}
+        try:
+            found = self.one.results(inputs, draw)
+        except CollectiveError:  # a call of torch.distributed, through which no gradient flows
+            if any(like.grad for like in self.one.likes.values()):
+                raise
+            inputs = {at: x.detach() for at, x in inputs.items()}
+            found = self.one.results(inputs, draw)
+        results = {name: y for name, y in found.items() if _is_compared(y)}
         covered = self._differentiate(inputs, results, draw)
         plain = {name: y.detach() for name, y in results.items()}
         blocks = [(at, number) for at, x in inputs.items() for number, _ in self._blocks(at, x)]
