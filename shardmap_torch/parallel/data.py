@@ -53,10 +53,10 @@ class Data:
             return self.rows(spec, x.ndim)
         axes = ", ".join(map(repr, self.axes))
         raise SpecError(
-            f"parallelize: a result is a number that differs over {axes}, as the loss of each "
-            "rank's rows, and which number is that of the batch is not known.\n"
-            "Fix: compute the loss outside, of the logits that the module returns (without "
-            "labels=)."
+            f"parallelize: a result is a number that differs over {axes}: it is computed of each "
+            "rank's own rows, and which number is that of the batch is not known.\n"
+            "Fix: compute it by a loss of torch.nn.functional, whose sum or mean is that of the "
+            "batch; or outside, of the results that have rows."
         )
 
     def shard(

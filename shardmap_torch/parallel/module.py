@@ -3,7 +3,7 @@
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, Final, Literal, TypeVar
@@ -24,6 +24,7 @@ from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
 from shardmap_torch.parallel.data import Data, read_data
 from shardmap_torch.parallel.forwards import Shared, style_forward
+from shardmap_torch.parallel.losses import BatchLosses
 from shardmap_torch.parallel.packing import pack, placements_of_split
 from shardmap_torch.parallel.plan import ROOT, Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
@@ -214,7 +215,7 @@ class _ParallelCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         caches: list[Any] = []
         args, kwargs = take_out((args, kwargs), caches)
-        if caches and self._plan.data.axes:
+        if caches:
             _reject_caches(self._mesh, self._plan.data)
         try:
             with _WITHOUT_FAST_PATH(), untracked():
@@ -346,7 +347,8 @@ def _body(
     caches = closed(frames, tensors)
     own(caches)
     args, kwargs = put_back((args, kwargs), caches)
-    with within_body():
+    losses = BatchLosses(plan.data.axes) if plan.data.axes else nullcontext()
+    with within_body(), losses:
         out = take_out(bound.root.forward(*args, **kwargs), caches)
     bound.check_unwritten()
     after, found = opened(caches)
@@ -413,13 +415,19 @@ def _optional(module: nn.Module, plan: object, styles: Any) -> frozenset[str]:
 
 
 def _reject_caches(mesh: Mesh, data: Data) -> None:
-    """Requires that a cache of keys and values can be used with data axes.
+    """Requires that a call can fill a cache of keys and values.
 
     Raises:
-        SpecError: it cannot.
+        SpecError: it cannot: there are no values, or data axes on processes, or it would do so twice.
     """
+    if mesh.kind == "abstract":
+        raise SpecError(
+            "parallelize: a cache of keys and values is passed, as by generate(), and on an "
+            "abstract mesh there are shapes and no values to fill it with, or to choose tokens by.\n"
+            "Fix: generate on a simulated mesh, or on processes."
+        )
     axes = ", ".join(map(repr, data.axes))
-    if mesh.kind in PROCESS_KINDS:
+    if data.axes and mesh.kind in PROCESS_KINDS:
         raise SpecError(
             f"parallelize: a cache of keys and values is passed, and {axes} has other rows on each "
             "rank, which generate() does not know.\n"

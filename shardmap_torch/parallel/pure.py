@@ -51,14 +51,25 @@ class BoundModule:
             buffers: by the names of `named_buffers`; None keeps the module's own.
             adapt: called with each copy once the modules below it are copied.
         """
-        self._modules = {id(each): path for path, each in module.named_modules()}
-        self._tensors = {id(p): parameters[name] for name, p in module.named_parameters()}
-        if buffers is not None:
-            self._tensors |= {id(b): buffers[name] for name, b in module.named_buffers()}
+        self._modules: dict[int, str] = {}
+        self._tensors: dict[int, Tensor] = {}
+        for path, each in module.named_modules():  # once: such walks are much of a short call
+            self._modules[id(each)] = path
+            start = f"{path}." if path else ""
+            self._exchange(start, each._parameters, parameters)
+            if buffers is not None:
+                self._exchange(start, each._buffers, buffers)
         self._adapt = adapt
         self._copies: dict[int, nn.Module] = {}
         self._written: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = []
         self.root = self._copy(module)
+
+    def _exchange(
+        self, start: str, own: Mapping[str, Tensor | None], others: Mapping[str, Tensor]
+    ) -> None:
+        for name, x in own.items():
+            if x is not None and id(x) not in self._tensors:  # a shared one is under its first name
+                self._tensors[id(x)] = others[start + name]
 
     def check_unwritten(self) -> None:
         """Requires that the forward has not set attributes, which would be lost.

@@ -22,6 +22,13 @@ from shardmap_torch.spec import P
 
 has_data: Final = True
 
+_BRANCH: Final = "data-dependent control flow"
+"""In functorch's error of a Python branch on a value that differs between the ranks.
+
+A check does not see the branch where a library leaves it out on tensors without values, as the masks
+of transformers do.
+"""
+
 
 def run(call: Call, batches: bool) -> Tree:
     """Runs a call by the strategy of its mesh.
@@ -42,7 +49,12 @@ def run(call: Call, batches: bool) -> Tree:
     crossing = [call.leaves[position] for position in call.crossing]
     if call.recordings is not None and serves(crossing):
         return run_simulated(call, batched)
-    return batched(call)
+    try:
+        return batched(call)
+    except RuntimeError as error:
+        if chosen == "vmap" or _BRANCH not in str(error):
+            raise
+        return threads.run(call)
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:

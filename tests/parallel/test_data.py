@@ -173,39 +173,52 @@ def test_generation_on_simulated_ranks_of_shards() -> None:
     )
 
 
-def test_a_loss_of_the_rows_of_each_rank_is_rejected() -> None:
-    model = parallelize(make_model("llama", num_layers=1), grid(2, 2), fsdp="dp")
-    ids = make_batch("llama")["input_ids"]
-    with pytest.raises(SpecError) as caught:
-        model(input_ids=ids, labels=ids)
-    assert str(caught.value) == (
-        "parallelize: a result is a number that differs over 'dp', as the loss of each rank's "
-        "rows, and which number is that of the batch is not known.\n"
-        "Fix: compute the loss outside, of the logits that the module returns (without labels=)."
-    )
+def of_rows(name: str, mesh: Mesh, rows: slice, **options: Any) -> None:
+    """Compares the loss of masked rows, of which ranks ignore other numbers, and its gradients."""
+    one = make_model(name, num_layers=1).double()
+    ours = parallelize(copy.deepcopy(one), mesh, **options)
+    batch = make_batch(name)
+    batch = {key: torch.cat([value, value.flip(1)]) for key, value in batch.items()}
+    batch["attention_mask"][2:] = 1
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    count = (batch["labels"] != -100).sum()
+    for more in ({}, {"num_items_in_batch": count}) if name == "llama" else ({},):
+        found = ours(**{key: value[rows] for key, value in batch.items()}, **more)
+        expected = one(**batch, **more)
+        for model, out in ((ours, found), (one, expected)):
+            model.zero_grad()
+            out.loss.backward()
+        loss = global_value(found.loss.detach())
+        torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=1e-6)
+        for key, value in one.named_parameters():
+            grad = global_value(ours.get_parameter(key).grad)
+            # Models of transformers compute losses in 32 bits.
+            torch.testing.assert_close(grad, value.grad, rtol=1e-5, atol=1e-6, msg=key)
 
 
-def masked(mesh: Mesh) -> None:
-    """Compares logits of tokens that a mask of transformers leaves, which `local` alone takes."""
-    one = make_model("llama", num_layers=1).double()
-    ours = parallelize(copy.deepcopy(one), mesh, fsdp="dp", check="local")
-    ids = make_batch("llama")["input_ids"]
-    mask = torch.ones_like(ids)
-    mask[0, -2:] = 0
-    rows = slice(None) if mesh.kind == "simulated" else [dist.get_rank() // 2]
-    found = ours(input_ids=ids[rows], attention_mask=mask[rows]).logits
-    expected = one(input_ids=ids, attention_mask=mask).logits
-    torch.testing.assert_close(global_value(found)[mask == 1], expected[mask == 1])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+def test_losses_by_labels_and_masks_of_transformers_are_those_of_the_batch(name: str) -> None:
+    of_rows(name, grid(2, 2), slice(None), **{"dp": "dp"} if name == "bert" else {"fsdp": "dp"})
+
+
+def rows_of_processes() -> None:
+    mesh, at = worker_mesh((2, 2), ("dp", "tp")), dist.get_rank() // 2 * 2
+    of_rows("llama", mesh, slice(at, at + 2), dp="dp")
+    of_rows("t5", mesh, slice(at, at + 2), fsdp="dp")
 
 
 @pytest.mark.slow
-def test_a_mask_of_transformers_in_threads_and_on_processes(gloo: Gloo) -> None:
-    masked(grid(2, 2, simulate="ranks"))
-    gloo(4).run(masked_on_processes, timeout=120)
+def test_losses_of_rows_of_processes_are_those_of_the_batch(gloo: Gloo) -> None:
+    gloo(4).run(rows_of_processes, timeout=120)
 
 
-def masked_on_processes() -> None:
-    masked(worker_mesh((2, 2), ("dp", "tp")))
+@pytest.mark.slow
+def test_a_search_for_packed_sequences_takes_rows() -> None:
+    one = make_model("llama", num_layers=1).double()
+    ours = parallelize(copy.deepcopy(one), grid(2, 2), dp="dp")
+    ids = make_batch("llama")["input_ids"].repeat(2, 1)
+    found, expected = (model(input_ids=ids, use_cache=False).logits for model in (ours, one))
+    torch.testing.assert_close(found, expected)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import Mesh, make_mesh, parallelize
+from shardmap_torch import Mesh, SpecError, make_mesh, parallelize
+from shardmap_torch.parallel.carried import carried_plan
 from tests.parallel.support.transformers_models import (
     CONFIGS,
     DECODERS,
@@ -22,10 +23,10 @@ SIMULATED = make_mesh((2,), ("tp",), kind="simulated")
 
 
 def train(name: str, model: Any) -> dict[str, Tensor]:
-    """Returns outputs and gradients of the first of three steps, and the parameters after them."""
+    """Returns outputs and gradients of the first of five steps, and the parameters after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     found: dict[str, Tensor] = {}
-    for step in range(3):
+    for step in range(5):
         optimizer.zero_grad()
         out: Any = model(**make_batch(name, step))
         assert type(out).__name__.endswith(("Output", "OutputWithPast", "Attentions"))
@@ -55,7 +56,7 @@ EXPERTS = {"experts_implementation": "batched_mm"}  # that by default computes i
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_three_steps_on_simulated_ranks_are_those_of_one_device(name: str) -> None:
+def test_five_steps_on_simulated_ranks_are_those_of_one_device(name: str) -> None:
     trains_alike(name, SIMULATED, **EXPERTS if name == "mixtral" else {})
 
 
@@ -76,8 +77,22 @@ def on_processes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_three_steps_on_processes_are_those_of_one_device(name: str, gloo: Gloo) -> None:
+def test_five_steps_on_processes_are_those_of_one_device(name: str, gloo: Gloo) -> None:
     gloo(2).run(on_processes, name, timeout=120)
+
+
+@pytest.mark.parametrize("left_out", ["model.embed_tokens", "lm_head"])
+def test_a_plan_that_shards_a_tied_weight_in_two_ways_is_refused_by_its_name(left_out: str) -> None:
+    model = make_model("gemma")
+    plan = {key: style for key, style in carried_plan(model).items() if key != left_out}
+    with pytest.raises(SpecError) as caught:
+        parallelize(model, SIMULATED, plan)
+    other = {"lm_head": "model.embed_tokens"}.get(left_out, "lm_head")
+    assert str(caught.value) == (
+        "parallelize: modules that share a parameter must shard it alike:\n"
+        f"  model.embed_tokens.weight: is shared; {left_out!r} needs it by P(), and {other!r} by "
+        f"P('tp'); give {left_out!r} a style too"
+    )
 
 
 def generate(model: Any, name: str, cache: str | None) -> Tensor:
@@ -105,18 +120,33 @@ def test_generation_on_simulated_ranks_gives_the_tokens_of_one_device(name: str)
     generates_alike(name, SIMULATED)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "t5"])
+SLOW = pytest.mark.slow
+FEW = [name if name in ("llama", "t5") else pytest.param(name, marks=SLOW) for name in DECODERS]
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_generation_into_a_static_cache_gives_the_tokens_of_one_device(name: str) -> None:
     generates_alike(name, SIMULATED, "static")
 
 
 def generate_on_processes(name: str) -> None:
     mesh = worker_mesh((2,), ("tp",))
-    generates_alike(name, mesh)
-    if name == "llama":
-        generates_alike(name, mesh, "static")
+    for cache in (None, "static"):
+        generates_alike(name, mesh, cache)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])
+@pytest.mark.parametrize("name", FEW)
 def test_generation_on_processes_gives_the_tokens_of_one_device(name: str, gloo: Gloo) -> None:
     gloo(2).run(generate_on_processes, name, timeout=120)
+
+
+def test_an_abstract_mesh_says_that_it_generates_nothing() -> None:
+    model = make_model("llama", num_layers=1).eval()
+    parallelize(model, make_mesh((2,), ("tp",), kind="abstract"))
+    with pytest.raises(SpecError) as caught:
+        generate(model, "llama", None)
+    assert str(caught.value) == (
+        "parallelize: a cache of keys and values is passed, as by generate(), and on an abstract "
+        "mesh there are shapes and no values to fill it with, or to choose tokens by.\n"
+        "Fix: generate on a simulated mesh, or on processes."
+    )

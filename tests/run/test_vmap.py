@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from shardmap_torch import (
     P,
@@ -18,6 +19,7 @@ from shardmap_torch import (
     make_mesh,
     reinterpret,
 )
+from shardmap_torch import shard_map as checked
 from tests.programs.support.everywhere import same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
@@ -87,3 +89,21 @@ def test_what_varies_from_now_on_can_be_written_to(axes: tuple[str, ...], dst: A
 
     for actual, expected in zip(derived("vmap"), derived("ranks"), strict=True):
         same(actual, expected)
+
+
+def test_a_branch_that_the_check_does_not_see_is_taken_by_each_rank() -> None:
+    """Libraries leave such branches out on tensors without values, as masks of transformers do."""
+
+    def body(x: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor) or not (x > 0).all():
+            return x.relu()
+        return x
+
+    def mapped(simulate: Any) -> Callable[[Tensor], Tensor]:
+        mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=simulate)
+        return checked(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+
+    x = torch.tensor([1.0, 2.0, -3.0, 4.0])
+    assert mapped("auto")(x).tolist() == x.relu().tolist()
+    with pytest.raises(RuntimeError, match="data-dependent control flow"):
+        mapped("vmap")(x)

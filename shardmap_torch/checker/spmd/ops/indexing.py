@@ -160,7 +160,7 @@ def _counts(x: ShardedTensor, dim: int, index: ShardedTensor, at: int) -> bool:
     return (
         step_of(index.dims[at]) == 1
         and sizes == (x.local[dim], x.global_shape[dim])
-        and bool(axes_of(x.dims[dim]))
+        and (x.dims[dim] == ANY or bool(axes_of(x.dims[dim])))
         and all(size == 1 for other, size in enumerate(index.global_shape) if other != at)
     )
 

@@ -1,0 +1,77 @@
+"""Losses that a module computes itself, as those of transformers do of `labels=`, on data axes.
+
+Each rank has some rows of the batch; the loss is that of all. A mean over the positions that are
+not ignored, of which the ranks have different numbers, is a sum divided by a count, each added up
+over the ranks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Signature, signature
+from typing import Any, Final
+
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardmap_torch.ops import all_reduce
+from shardmap_torch.ops.body import types_of
+from shardmap_torch.types import I, V
+
+_AVERAGES: Final = (
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.huber_loss,
+    functional.l1_loss,
+    functional.mse_loss,
+    functional.smooth_l1_loss,
+    functional.soft_margin_loss,
+)
+"""Losses whose mean is over all entries."""
+
+_IGNORING: Final = (functional.cross_entropy, functional.nll_loss)
+"""Losses whose mean is over the entries that are not ignored."""
+
+_LOSSES: Final[Mapping[Callable[..., Any], Signature]] = {
+    loss: signature(loss) for loss in (*_AVERAGES, *_IGNORING)
+}
+
+
+class BatchLosses(TorchFunctionMode):
+    """Makes sums and means of losses of each rank's rows those of the batch."""
+
+    def __init__(self, axes: Sequence[str]) -> None:
+        """Takes the axes over which ranks have other rows."""
+        super().__init__()
+        self._axes = axes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs a function; a loss of rows, and then sums over the ranks."""
+        given = kwargs or {}
+        if func not in _LOSSES:
+            return func(*args, **given)
+        bound = _LOSSES[func].bind(*args, **given)
+        bound.apply_defaults()
+        options = bound.arguments
+        axes = tuple(axis for axis in self._axes if _differs(options["input"], axis))
+        is_legacy = any(options.get(name) is not None for name in ("size_average", "reduce"))
+        if not axes or is_legacy or options["reduction"] not in ("sum", "mean"):
+            return func(*args, **given)
+        if options["reduction"] == "sum":
+            return all_reduce(func(**options), axes, dst=I)
+        if func in _AVERAGES or options["target"].is_floating_point():
+            return all_reduce(func(**options), axes, dst=I, op="mean")
+        total = func(**{**options, "reduction": "sum"})
+        return all_reduce(total, axes, dst=I) / all_reduce(_count(options), axes, dst=I)
+
+
+def _differs(x: Tensor, axis: str) -> bool:
+    return V in (types_of(x, (axis,)) or ())
+
+
+def _count(options: Mapping[str, Any]) -> Tensor:
+    """Returns the number of targets that are not ignored, or the sum of their classes' weights."""
+    target, weight = options["target"], options["weight"]
+    counted: Tensor = target != options["ignore_index"]
+    return (counted if weight is None else weight[target.where(counted, 0)] * counted).sum()

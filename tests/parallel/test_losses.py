@@ -1,0 +1,78 @@
+"""Losses that modules compute of each rank's rows: those of the batch, against one device."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardmap_torch import ColwiseParallel, RowwiseParallel, SpecError, make_mesh, parallelize
+from tests.programs.support.harness import random
+
+MESH = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Model(nn.Module):
+    """Computes a loss of its own, which options choose."""
+
+    def __init__(self, loss: Any, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 6)
+        self.loss, self.options = loss, options
+        self.register_buffer("weight", torch.linspace(0.5, 2, 6))
+        self.double()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        options, y = dict(self.options), self.down(self.up(x).tanh())
+        if options.pop("weighted", False):
+            options["weight"] = self.weight
+        loss: Tensor = 2 * self.loss(y, target, **options)
+        return loss
+
+
+CLASSES = torch.tensor([0, 5, -100, -100, -100, 2, 3, 3])  # more of them on the second rank
+NUMBERS = random((8, 6), 7)
+SHARES = NUMBERS.softmax(-1)
+CASES: list[tuple[Any, Tensor, dict[str, Any]]] = [
+    (functional.cross_entropy, CLASSES, {}),
+    (functional.cross_entropy, CLASSES, {"reduction": "sum"}),
+    (functional.cross_entropy, CLASSES, {"weighted": True, "label_smoothing": 0.2}),
+    (functional.cross_entropy, CLASSES.clamp(min=3), {"ignore_index": 3, "reduction": "mean"}),
+    (functional.cross_entropy, SHARES, {"weighted": True}),
+    (nn.CrossEntropyLoss(), CLASSES, {}),
+    (lambda y, target: functional.nll_loss(y.log_softmax(-1), target), CLASSES, {}),
+    (functional.binary_cross_entropy_with_logits, SHARES, {"weighted": True}),
+    (functional.mse_loss, NUMBERS, {}),
+    (functional.huber_loss, NUMBERS, {"delta": 0.1, "reduction": "sum"}),
+]
+
+
+@pytest.mark.parametrize(("loss", "target", "options"), CASES)
+def test_a_loss_and_its_gradients_are_those_of_the_batch(
+    loss: Any, target: Tensor, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    one, x = Model(loss, options), random((8, 8), 0)
+    ours = parallelize(copy.deepcopy(one), MESH, PLAN, dp="dp")
+    found, expected = ours(x, target), one(x, target)
+    for value in (found, expected):
+        value.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_number_of_the_rows_of_each_rank_is_rejected() -> None:
+    model = Model(lambda y, target: (y - target).square().mean(), {})
+    parallelize(model, MESH, PLAN, dp="dp")
+    with pytest.raises(SpecError) as caught:
+        model(random((8, 8), 0), NUMBERS)
+    assert str(caught.value) == (
+        "parallelize: a result is a number that differs over 'dp': it is computed of each rank's "
+        "own rows, and which number is that of the batch is not known.\n"
+        "Fix: compute it by a loss of torch.nn.functional, whose sum or mean is that of the batch; "
+        "or outside, of the results that have rows."
+    )
