@@ -418,12 +418,13 @@ def _reject_caches(mesh: Mesh, data: Data) -> None:
     """Requires that a call can fill a cache of keys and values.
 
     Raises:
-        SpecError: it cannot: there are no values, or data axes on processes, or it would do so twice.
+        SpecError: there are no values, or other rows on each process, or it would be filled twice.
     """
     if mesh.kind == "abstract":
         raise SpecError(
             "parallelize: a cache of keys and values is passed, as by generate(), and on an "
-            "abstract mesh there are shapes and no values to fill it with, or to choose tokens by.\n"
+            "abstract mesh there are shapes and no values to fill it with, or to choose tokens "
+            "by.\n"
             "Fix: generate on a simulated mesh, or on processes."
         )
     axes = ", ".join(map(repr, data.axes))

@@ -25,8 +25,8 @@ has_data: Final = True
 _BRANCH: Final = "data-dependent control flow"
 """In functorch's error of a Python branch on a value that differs between the ranks.
 
-A check does not see the branch where a library leaves it out on tensors without values, as the masks
-of transformers do.
+A check does not see the branch where a library leaves it out on tensors without values, as the
+masks of transformers do.
 """
 
 
