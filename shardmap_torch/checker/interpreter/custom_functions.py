@@ -4,13 +4,12 @@ Grad mode is off in the forward of an `autograd.Function`, so mixing I and V is 
 backward may take the missing sum. That is checked when it runs, and reported with the line of the
 forward. torch.func transforms wrap it in a Function of their own at each level.
 
-Under global strictness observers compare such code with one device like the body. They need the
-values whose gradients it gets and returns; autograd's nodes do not refer to them, so the
-interpreter keeps the arguments of torch functions by node, from the first such Function on.
+Under global strictness the forward of such a Function is compared with one device like the body.
+Its backward is not: where one runs, the program is decided by numbers.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
@@ -21,10 +20,10 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.ir.own_functions import is_own, name_of_hook, name_of_own, own_nodes
+from shardmap_torch.checker.ir.own_functions import is_own, name_of_hook, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import rejected
-from shardmap_torch.checker.rules.infer import Types, tensors_of
+from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of, levels
 from shardmap_torch.core.source_location import is_own as is_of_library
@@ -45,33 +44,10 @@ def is_observed(interpreter: "Interpreter") -> bool:
     return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
 
 
-def meet(interpreter: "Interpreter", function: Any, operands: Sequence[Any]) -> None:
-    """Begins to keep values where a Function of the user's own is applied, with its operands."""
-    if is_own(function):
-        interpreter.keeps_values = True
-        with DisableTorchFunction():
-            remember(interpreter, operands)
-
-
-def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
-    """Keeps the tensors among arguments by the node whose backward gets their gradients."""
-    for value in values if is_observed(interpreter) else ():
-        if isinstance(value, Tensor | list | tuple):
-            for tensor in tensors_of(value):
-                *_, base = found = [*levels(tensor)]
-                nodes = [(x.grad_fn, x.output_nr) for x in found]
-                interpreter.values.update({(n, at): base for n, at in nodes if n is not None})
-
-
-def _value(interpreter: "Interpreter", node: Node | None, number: int) -> Tensor | None:
-    variable = getattr(node, "variable", None)
-    if isinstance(variable, Tensor):
-        return base_of(variable)
-    return None if node is None else interpreter.values.get((node, number))
-
-
-def _bases(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if tensor is None else base_of(tensor) for tensor in tensors]
+def meet(interpreter: "Interpreter", function: type[Function]) -> None:
+    """Shows observers that a Function of the user's own is applied."""
+    if is_own(function) and not interpreter.is_paused:
+        interpreter.observer.on_function(function.__name__)
 
 
 def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
@@ -80,23 +56,21 @@ def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
     return is_observed(interpreter) and not inside
 
 
-def reject_unseen(interpreter: "Interpreter") -> None:
-    """Refuses steps of a custom backward whose start was not reported, as in a recomputation."""
-    if interpreter.observer is UNOBSERVED:
-        return
-    node = current_autograd_node()
-    # The start of a watched node is reported; steps after its end are autograd's sums.
-    if node is None or node in interpreter.watched:
-        return
-    name = name_of_own(node)
-    if name is not None and _is_compared(interpreter, node):
-        raise messages.error(
-            interpreter,
-            f"check='global': the backward of {name} runs inside of another backward, where it is "
-            "not compared with one device.",
-            [],
-            "wrap what calls it in local_region(f, in_types, out_types).",
-        )
+def refuse_backward(interpreter: "Interpreter", node: Node | None, name: str | None) -> None:
+    """Refuses the backward of the user's own Function of this name, if it has one, on the ranks.
+
+    Raises:
+        ShardTypeError: under global strictness, which may compare the whole body by numbers.
+    """
+    if node is not None and name is not None and interpreter.observer.judges:
+        if _is_compared(interpreter, node):
+            raise messages.error(
+                interpreter,
+                f"check='global': the backward of {name} runs, and what is written for a backward "
+                "is not compared with one device step by step.",
+                [],
+                "wrap what calls it in local_region(f, in_types, out_types).",
+            )
 
 
 def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
@@ -140,7 +114,7 @@ def uncommitted(
     """
     if not function.__module__.startswith(_COMPILED):
         interpreter.traits.applies_functions = True
-    meet(interpreter, function, args)
+    meet(interpreter, function)
     if not is_own(function) or interpreter.is_paused:
         return out
     read = [interpreter.storage_type(x).types for x in args if isinstance(x, FakeTensor)]
@@ -184,6 +158,7 @@ def _enter(
 
     So that a backward which takes no sum is refused.
     """
+    refuse_backward(interpreter, node, name)
 
     def as_sum(number: int, gradient: Tensor | None) -> Tensor | None:
         _, met = interpreter.results_of.get((node._sequence_nr(), number), (None, ()))
@@ -193,11 +168,7 @@ def _enter(
             gradient, lambda at, have: Partial if at in met and plain(have) == V else have
         )
 
-    typed = tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
-    if _is_compared(interpreter, node):
-        values = [_value(interpreter, node, number) for number in range(len(typed))]
-        interpreter.observer.on_backward_start(name, values, _bases(typed))
-    return typed
+    return tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
 
 
 _COMPILED: Final = ("torch.", "shardmap_torch.collectives.", "shardmap_torch.checkpoint")
@@ -227,11 +198,6 @@ def _check(
         for at, pair in enumerate(zip(operand.types, storage_type.types, strict=True)):
             if pair[0] == I and pair[1].varies:
                 raise _wrong(interpreter, node, name, at, operand, storage_type)
-    if _is_compared(interpreter, node):
-        pairs = zip(gradients, node.next_functions, strict=False)
-        returned = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
-        values, given = [value for _, value in returned], _bases([g for g, _ in returned])
-        interpreter.observer.on_backward_end(name, values, given)
     return gradients
 
 

@@ -156,9 +156,7 @@ class TypeStore:
         self._by_level: dict[int, Token] = {}
         self.running: list[int] = []
         self.switches: tuple[bool, ...] | None = None
-        # State of the user's own code that autograd runs; see `user_code`.
-        self.keeps_values = False
-        self.values: dict[tuple[Node, int], Tensor] = {}
+        # State of the user's own code that autograd runs; see `custom_functions`.
         self.watched: set[Node] = set()
         self.regions: list[range] = []
         self._num_tasks = 0
@@ -168,7 +166,6 @@ class TypeStore:
 
         Python's collector does not see through the graph, which would stay alive.
         """
-        self.values.clear()
         self.watched.clear()
         self.copies.forget_tensors()
 

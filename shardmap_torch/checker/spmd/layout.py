@@ -40,21 +40,6 @@ def counted(step: int) -> Dim:
     return (("#", step),)
 
 
-BLOCKS: Final = "<"
-"""Axis of a digit that a rank has in a dim of its own: gathered blocks, side by side."""
-
-BLOCK: Final = ">"
-"""Axis of the same digit in the dim that the blocks are of, where one device has it."""
-
-_MARKS: Final = frozenset({BLOCKS, BLOCK})
-_LOCAL: Final = frozenset({None, BLOCKS})
-
-
-def is_stacked(dims: Iterable[Dim]) -> bool:
-    """Returns whether values of several ranks lie along a dim of their own."""
-    return any(axis in _MARKS for dim in dims for axis, _ in dim)
-
-
 def step_of(dim: Dim) -> int | None:
     """The step of what counts a rank's own entries; None for any other dim."""
     return dim[0][1] if dim and dim[0][0] == "#" else None
@@ -119,7 +104,7 @@ def axes_of(dim: Dim) -> tuple[str, ...]:
     """The axes that shard a dim, most significant first."""
     if not dim or dim == ANY or step_of(dim) is not None:
         return ()
-    return tuple([axis for axis, _ in dim if axis is not None and axis not in _MARKS])
+    return tuple([axis for axis, _ in dim if axis is not None])
 
 
 def distinct(dims: Iterable[Dim]) -> list[Dim]:
@@ -212,8 +197,8 @@ def _fitted(dims: tuple[Dim, ...], local: Shape, global_shape: Shape) -> Sharded
     for number, (dim, mine, all_) in enumerate(zip(dims, local, global_shape, strict=True)):
         if dim == ANY or step_of(dim) is not None:
             continue
-        here = prod(base for axis, base in dim if axis in _LOCAL)
-        there = prod(base for axis, base in dim if axis != BLOCKS)
+        here = prod(base for axis, base in dim if axis is None)
+        there = prod(base for _, base in dim)
         if (here, there) != (mine, all_):
             raise UnrelatedError(
                 f"dim {number} of the result, {in_words(dim)}, has size {mine} on a rank and "
@@ -292,22 +277,8 @@ def reshape(x: ShardedTensor, global_shape: Shape) -> tuple[Dim, ...]:
         if x.global_shape == global_shape or (not x.axes and ANY not in x.dims):
             return x.dims if x.global_shape == global_shape else tuple(map(unsharded, global_shape))
         raise size_of_one_rank("its operand's size")
-    digits = merged(_joined([digit for dim in x.dims for digit in dim]))
+    digits = merged([digit for dim in x.dims for digit in dim])
     return tuple(_take(size, digits, x, global_shape) for size in global_shape)
-
-
-def _joined(digits: list[Digit]) -> list[Digit]:
-    """Joins blocks to the dim that they are of, where they stand in front of it."""
-    found: list[Digit] = []
-    for axis, base in digits:
-        is_joined = axis == BLOCK and found[-1:] == [(BLOCKS, base)]
-        found[len(found) - is_joined :] = [(None, base) if is_joined else (axis, base)]
-    if is_stacked([tuple(found)]):
-        raise UnrelatedError(
-            "values of several ranks lie along a dim that is not in front of their own",
-            "all_gather with tiled=True.",
-        )
-    return found
 
 
 def _take(size: int, digits: list[Digit], x: ShardedTensor, global_shape: Shape) -> Dim:
@@ -378,7 +349,7 @@ def gathered(dim: Dim, axes: Sequence[str]) -> Dim | None:
         >>> gathered(((None, 3), ("tp", 2), (None, 2)), ("tp",)) is None
         True
     """
-    inner = [axis for axis, _ in dim if axis in _LOCAL or axis in axes]
+    inner = [axis for axis, _ in dim if axis is None or axis in axes]
     if dim == ANY or inner[: len(axes)] != list(axes):
         return None
     return tuple(merged([(None if axis in axes else axis, base) for axis, base in dim]))
@@ -392,8 +363,8 @@ def sliced(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
         (('dp', 2), ('tp', 2), (None, 3))
     """
     for axis in axes:
-        at = next((i for i, (name, _) in enumerate(dim) if name in _LOCAL), None)
-        if dim == ANY or at is None or dim[at][0] is not None or dim[at][1] % sizes[axis]:
+        at = next((i for i, (name, _) in enumerate(dim) if name is None), None)
+        if dim == ANY or at is None or dim[at][1] % sizes[axis]:
             return None
         rest = dim[at][1] // sizes[axis]
         dim = (*dim[:at], (axis, sizes[axis]), *unsharded(rest), *dim[at + 1 :])

@@ -2,11 +2,9 @@
 
 The analyses of one operation, in this order, the first that knows it deciding (`compare`):
 
-1. blocks of a dim that ranks have as tensors of their own: there are more of these than results on
-   one device;
-2. positions, since they depend on the rank, which nothing else may;
-3. what an equal operation on equal layouts has given before;
-4. rules: the factor of a number that differs, the pending sums of operands, and how results are
+1. positions, since they depend on the rank, which nothing else may;
+2. what an equal operation on equal layouts has given before;
+3. rules: the factor of a number that differs, the pending sums of operands, and how results are
    sharded (`ops/`); then what is pending, or each rank's own, and what is written.
 """
 
@@ -27,9 +25,10 @@ from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.ops.addends import as_addends
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED
-from shardmap_torch.checker.spmd.ops.aten_rules import TAKES_STACKS, propagate
-from shardmap_torch.checker.spmd.ops.extrema import carried
+from shardmap_torch.checker.spmd.ops.aten_rules import propagate
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
+from shardmap_torch.checker.spmd.ops.reductions import carried
+from shardmap_torch.checker.spmd.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Key, Ref
 from shardmap_torch.checker.spmd.repeated import Repeated
 from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, Step, is_view
@@ -42,8 +41,6 @@ from shardmap_torch.checker.spmd.sums import (
     factor_of,
     reject_scaled,
 )
-from shardmap_torch.checker.spmd.values.blocks import Blocks
-from shardmap_torch.checker.spmd.values.positions import Positions
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.types import K, Partial, V, Z
 
@@ -63,23 +60,19 @@ class Operations:
         """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
         self._positions = positions
-        self._blocks = Blocks(notes)
         self._repeated = Repeated(interpreter, notes)
 
-    def compare(self, call: PairedCall, in_backward: bool, key: Key | None) -> None:
+    def compare(self, call: PairedCall, key: Key | None) -> None:
         """Requires that the results are shards of those on one device, and notes their layouts.
 
         Args:
             call: the operation in both programs.
-            in_backward: whether the user's own backward calls it.
             key: equal for calls on ranks that differ in values alone; None where more counts.
 
         Raises:
             UnrelatedError: they are not.
         """
         event = call.event
-        if self._blocks.lay_out(call):
-            return
         if len(call.results) != len(event.results):
             raise UnrelatedError(
                 f"it gives {len(call.results)} tensors on a rank and {len(event.results)} on one "
@@ -88,8 +81,7 @@ class Operations:
                 "torch.func.vmap does, or gather it first, with all_gather.",
             )
         positions = self._positions.lay_out(call)
-        # A run does not look at what backwards call.
-        function = None if in_backward else self._interpreter.function
+        function = self._interpreter.function
         key = None if positions else self._repeated.key(key, call, function)
         if not self._repeated.note(key, call):
             self._repeated.learn(key, call, self._compare_anew(call, function, positions))
@@ -132,7 +124,7 @@ class Operations:
         """Returns the operation on layouts; the argument `scaling` may differ in both programs."""
         op, arguments, there = call.op, call.arguments, call.event.arguments
         shards = {
-            name: self._notes.layouts(value, there.get(name), name, op in TAKES_STACKS)
+            name: self._notes.layouts(value, there.get(name), name)
             for name, value in arguments.items()
         }
         differing = {n: value for n, value in call.differing.items() if n != scaling}
@@ -319,7 +311,7 @@ class Operations:
         self, call: PairedCall, tensor: Tensor, number: int, shard: ShardedTensor, sums: Sums
     ) -> bool:
         """Returns whether a write fills the storage; else it must match the rest of it."""
-        before = self._notes.find(tensor, Ref(number), "what is written to", True)
+        before = self._notes.find(tensor, Ref(number), "what is written to")
         pairs = zip(before.dims, shard.dims, strict=True)
         if any(have not in (want, ANY) for have, want in pairs) or (
             ANY in shard.dims and draws(call.op, call.arguments)

@@ -89,6 +89,6 @@ class Repeated:
         if any(x.pending or x.means for x in found):
             return
         self._known[key] = tuple(
-            (self._notes.find(result, Ref(number), "a result", True), self._notes.sums(result))
+            (self._notes.find(result, Ref(number), "a result"), self._notes.sums(result))
             for result, (number, _) in zip(call.results, call.event.results, strict=True)
         )

@@ -20,10 +20,9 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     fitted,
     in_words,
-    is_stacked,
     sharded_dim,
 )
-from shardmap_torch.checker.spmd.ops.advice import OTHER, UNSEEN, spec_advice, stacked
+from shardmap_torch.checker.spmd.ops.advice import OTHER, UNSEEN, spec_advice
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.core.torch_private.engine import FakeTensor
@@ -73,9 +72,7 @@ class Notes:
         self.note(tensor, number, fitted(dims, tuple(tensor.shape), global_shape))
         self.set_sums(tensor, Sums(spec.partial))
 
-    def find(
-        self, tensor: Tensor, ref: Ref, what: str, takes_stacks: bool = False
-    ) -> ShardedTensor:
+    def find(self, tensor: Tensor, ref: Ref, what: str) -> ShardedTensor:
         """Returns how this tensor shards that one-device tensor.
 
         Raises:
@@ -87,12 +84,9 @@ class Notes:
         shard = known.get(self._alignment.canonical(ref))
         if shard is None:
             raise UnrelatedError(f"{what} is another value than on one device", OTHER)
-        if not takes_stacks and is_stacked(shard.dims):
-            reason, fix = stacked(shard)
-            raise UnrelatedError(f"{what} has {reason}", fix)
         return shard
 
-    def layouts(self, value: Any, there: Any, name: str, takes_stacks: bool = False) -> Any:
+    def layouts(self, value: Any, there: Any, name: str) -> Any:
         """Returns an argument with layouts in place of its tensors.
 
         Raises:
@@ -101,12 +95,12 @@ class Notes:
         if isinstance(value, Tensor):
             if not isinstance(there, Ref):
                 raise UnrelatedError(f"{name} is no tensor on one device")
-            return self.find(value, there, name, takes_stacks)
+            return self.find(value, there, name)
         if isinstance(value, list | tuple) and any(True for _ in tensors_of(value)):
             if not isinstance(there, tuple) or len(there) != len(value):
                 raise UnrelatedError(f"{name} has another length on one device")
             pairs = zip(value, there, strict=True)
-            return [self.layouts(item, ref, name, takes_stacks) for item, ref in pairs]
+            return [self.layouts(item, ref, name) for item, ref in pairs]
         return value
 
     def shard_of(self, tensor: Tensor, ref: Ref) -> ShardedTensor | None:

@@ -412,7 +412,7 @@ class _Watch(_Wide):
         """Returns the integer arguments whose entries a result has, but for what is added."""
         if name in operators.MOVED:
             return self._origins.entries_of(free)
-        if name not in ("add", "sub") or len(free) != 1 or arguments["alpha"] != 1:
+        if name not in ("add", "sub") or len(free) != 1 or arguments.get("alpha", 1) != 1:
             return Places()
         if arguments["self"] is not free[0] or free[0].is_floating_point():
             return Places()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Final
 
-from shardmap_torch.checker.spmd.layout import BLOCK, BLOCKS, ShardedTensor
+from shardmap_torch.checker.spmd.layout import ShardedTensor
 from shardmap_torch.spec import P
 
 UNSEEN: Final = (
@@ -27,24 +27,8 @@ OTHER: Final = (
 """About a value that is another one than on one device."""
 
 
-STACKED: Final = (
-    "gather along the dim that the blocks are of, with tiled=True; or reshape them into it before "
-    "all else."
-)
+STACKED: Final = "gather along the dim that the blocks are of, with tiled=True."
 """About values of several ranks along a dim of their own."""
-
-
-def stacked(x: ShardedTensor) -> tuple[str, str]:
-    """Returns what is said of values of several ranks that lie in one tensor, and advice."""
-    marks = {axis: (at, base) for at, dim in enumerate(x.dims) for axis, base in dim}
-    at, _ = marks.get(BLOCKS, (0, 0))
-    if BLOCKS not in marks or len(x.dims[at]) == 1:
-        return "values of several ranks along a dim of its own", STACKED
-    of_dim, count = marks[BLOCK]
-    return (
-        f"{count} blocks of dim {of_dim}, one behind the other in dim {at}",
-        f"gather with dim={of_dim}; or join them: torch.cat(x.chunk({count}, {at}), {of_dim}).",
-    )
 
 
 def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:

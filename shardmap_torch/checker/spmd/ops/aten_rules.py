@@ -18,16 +18,15 @@ from shardmap_torch.checker.spmd.layout import (
     broadcast,
     expand_dims,
     fill,
-    is_stacked,
     merged,
     reshape,
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops import indexing, letters, stacks
+from shardmap_torch.checker.spmd.ops import indexing, letters
 from shardmap_torch.checker.spmd.ops.advice import NUMBER, counted
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
-from shardmap_torch.checker.spmd.ops.extrema import extremum
+from shardmap_torch.checker.spmd.ops.reductions import add, average, extremum
 from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Rule, Sharded, Step, shards_of
 from shardmap_torch.core.torch_private.engine import OpOverload
 
@@ -57,12 +56,17 @@ _DRAW: Final = "shardmap_torch::threefry"
 
 def _reject_counted(step: Step, rule: Rule) -> None:
     """Refuses positions that each rank counts by itself, but where they pick its own entries."""
-    if rule in (stacks.copy, indexing.unsqueeze):
+    if rule in (_copied, indexing.unsqueeze):
         return
     for name, value in step.arguments.items():
         counts = any(step_of(dim) is not None for x in shards_of(value) for dim in x.dims)
         if counts and (rule, name) not in _COUNTED:
             raise UnrelatedError(*counted(name, step.op._schema.name == _DRAW))
+
+
+def _copied(step: Step) -> list[Sharded]:
+    (x,) = step.shards
+    return [Sharded(x.dims)]
 
 
 def _pointwise(step: Step) -> list[Sharded]:
@@ -123,7 +127,7 @@ def _joined(step: Step) -> list[Sharded]:
     rank = len(shards[0].global_shape)
     dim = step.arguments["dim"] % rank
     first = shards[0].dims[dim]
-    alike = all(x.dims[dim] == first for x in shards) and not is_stacked([first])
+    alike = all(x.dims[dim] == first for x in shards)
     alike = alike and first != ANY and step_of(first) is None
     if not alike and any(x.dims[dim] == ANY or axes_of(x.dims[dim]) for x in shards):
         raise UnrelatedError(f"it joins along dim {dim}, which is sharded", GATHER)
@@ -167,7 +171,7 @@ _GRIDS: Final = letters.each(2)
 RULES: Final[Mapping[OpOverload, Rule]] = {
     op: rule
     for rule, names in (
-        (stacks.copy, "clone detach alias lift_fresh"),
+        (_copied, "clone detach alias lift_fresh"),
         (_pointwise, "copy_ copy _to_copy masked_fill.Scalar"),
         (_pointwise, "to.dtype to.dtype_layout to.device to.other"),
         (_pointwise, "masked_fill_.Scalar where.self where.ScalarOther where.ScalarSelf"),
@@ -186,8 +190,8 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (_sliced, "slice.Tensor"),
         (extremum("max"), "any any.dim any.dims max.dim"),
         (extremum("min"), "all all.dim all.dims min.dim"),
-        (stacks.add, "sum sum.dim_IntList"),
-        (stacks.average, "mean mean.dim"),
+        (add, "sum sum.dim_IntList"),
+        (average, "mean mean.dim"),
         (indexing.read, "index.Tensor _unsafe_index.Tensor"),
         (indexing.write, "index_put index_put_ _unsafe_index_put"),
         (indexing.add_entries, "index_add index_add_ scatter_add scatter_add_"),
@@ -231,11 +235,6 @@ _COUNTED: Final[Collection[tuple[Rule, str]]] = (
     (indexing.write, "indices"),
 )
 """Arguments that may count the entries that each rank has."""
-
-TAKES_STACKS: Final = {
-    op for op, rule in RULES.items() if rule in (stacks.copy, stacks.add, _permuted, _reshaped)
-} | {aten.copy_.default}
-"""Operations that know of values of several ranks along a dim of their own."""
 
 # What torch's reference formulas are written in has no tags.
 _POINTWISE_PRIMS: Final = frozenset(

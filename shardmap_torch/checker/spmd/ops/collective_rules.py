@@ -14,12 +14,10 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     gathered,
     in_words,
-    is_stacked,
     merged,
     sliced,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops import stacks
 from shardmap_torch.checker.spmd.ops.advice import STACKED, gather_advice
 from shardmap_torch.collectives.operations import Collective
 
@@ -104,18 +102,11 @@ def _taken(move: Move) -> frozenset[str]:
     return move.partial - set(move.axes)
 
 
-def _padded(move: Move) -> tuple[Dim, ...]:
+def _gathered(move: Move) -> tuple[Dim, ...]:
     return _joined(move, move.collective.dim)
 
 
-def _gathered(move: Move) -> tuple[Dim, ...]:
-    found = stacks.side_by_side(move.x, move.axes, move.collective.dim)
-    return found or _joined(move, move.collective.dim)
-
-
 def _sliced(move: Move) -> tuple[Dim, ...]:
-    if is_stacked(move.x.dims):
-        return stacks.own_block(move.x, move.axes, move.collective.dim, move.sizes)
     return _parted(move, move.collective.dim, move.x.dims)
 
 
@@ -220,7 +211,7 @@ _MOVES: Final[
         "min": (_extremum, _still),
         "gather": (_gathered, _still),
         "slice": (_sliced, _still),
-        "pad": (_padded, _added),
+        "pad": (_gathered, _added),
         "sum_scatter": (_sliced, _taken),
         "exchange": (_exchanged, _still),
         "mask": (_kept, _added),

@@ -1,11 +1,18 @@
-"""Reductions of a sharded dim of which each rank has one of its part, and the extremum is meant."""
+"""Reductions of sharded dims: each rank has a sum, a mean or an extremum of its part."""
 
 from collections.abc import Mapping
 from typing import Final
 
 import torch
 
-from shardmap_torch.checker.spmd.layout import ANY, Dim, axes_of
+from shardmap_torch.checker.spmd.layout import (
+    ANY,
+    Dim,
+    ShardedTensor,
+    axes_of,
+    size_of_one_rank,
+    unsharded,
+)
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import Rule, Sharded, Step
 from shardmap_torch.core.torch_private.engine import OpOverload
@@ -15,6 +22,38 @@ Pending = frozenset[tuple[str, str]]
 aten = torch.ops.aten
 
 
+def add(step: Step) -> list[Sharded]:
+    """Propagates a sum, which is pending where it goes over a sharded dim."""
+    (x,) = step.shards
+    over = _over(step, x)
+    if any(x.dims[dim] == ANY for dim in over):
+        raise size_of_one_rank()
+    partial = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
+    return [Sharded(_left(step, x, over), partial)]
+
+
+def average(step: Step) -> list[Sharded]:
+    """Propagates a mean: over dims that a rank has all of, without asking DTensor."""
+    (x,) = step.shards
+    # torch 2.14 asks whether sizes are even, also of dims that nothing shards.
+    whole = all(x.dims[dim] == unsharded(x.global_shape[dim]) for dim in _over(step, x))
+    return add(step) if whole else by_dtensor(step)
+
+
+def _over(step: Step, x: ShardedTensor) -> set[int]:
+    """Returns the dims that are reduced."""
+    rank, given = len(x.dims), step.arguments.get("dim")
+    listed = [given] if isinstance(given, int) else given or range(rank)
+    return {dim % rank for dim in listed} if rank else set()
+
+
+def _left(step: Step, x: ShardedTensor, over: set[int]) -> tuple[Dim, ...]:
+    """Returns the dims of the result."""
+    reduced: tuple[Dim, ...] = ((),) if step.arguments.get("keepdim") else ()
+    kept = [reduced if at in over else (dim,) for at, dim in enumerate(x.dims)]
+    return tuple(dim for each in kept for dim in each)
+
+
 def extremum(kind: str) -> Rule:
     """Makes the rule of a reduction that is the `kind`, "max" or "min", of those of parts.
 
@@ -22,16 +61,13 @@ def extremum(kind: str) -> Rule:
     """
 
     def rule(step: Step) -> list[Sharded]:
-        x, rank = step.arguments["self"], len(step.arguments["self"].dims)
-        given = step.arguments.get("dim")
-        listed = range(rank) if given is None else [given] if isinstance(given, int) else given
-        over = {dim % rank for dim in listed} if rank else set()
+        x: ShardedTensor = step.arguments["self"]
+        over = _over(step, x)
         axes = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
-        if not axes or any(x.dims[dim] == ANY for dim in over):
+        is_unreduced = step.arguments.get("dim") == []
+        if is_unreduced or not axes or any(x.dims[dim] == ANY for dim in over):
             return by_dtensor(step)
-        left: list[Dim | None] = [None if at in over else each for at, each in enumerate(x.dims)]
-        kept = [() if each is None and step.arguments.get("keepdim") else each for each in left]
-        dims = tuple(dim for dim in kept if dim is not None)
+        dims = _left(step, x, over)
         values = Sharded(dims, pending=frozenset((axis, kind) for axis in axes))
         return [values, Sharded(dims)][: len(step.results)]
 
