@@ -22,15 +22,13 @@ from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.core.autograd_state import graph_nodes
-from shardmap_torch.core.functorch import base_of, dims_of, tangents
+from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
-    forward_level,
     functorch,
     gradient_of_transform,
-    make_dual,
     set_grad_enabled,
 )
 from shardmap_torch.errors import ShardTypeError
@@ -206,8 +204,6 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
         check_gradient(interpreter, operand, gradient)
     grads = hand_over(interpreter, inputs, grads)
     interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
-    if forward_level() >= 0:
-        _note_tangents(interpreter, grads)
     return sum_by_repair(interpreter, grads)
 
 
@@ -220,17 +216,6 @@ def _require_gradients(interpreter: Interpreter, name: str, outputs: Sequence[An
             "shardmap_torch.value_and_grad(loss)(params); or pass tensors that require gradients, "
             "and call backward() on the result, outside."
         )
-
-
-def _note_tangents(interpreter: Interpreter, grads: Sequence[Tensor | None]) -> None:
-    with interpreter.paused(), DisableTorchFunction():
-        pairs = [pair for grad in grads if grad is not None for pair in tangents(grad)]
-    interpreter.observer.on_tangents([value for value, _ in pairs], [made for _, made in pairs])
-
-
-def _make_dual(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    interpreter.observer.on_dual(*args[:2])
-    return func(*args, **kwargs)
 
 
 def _ending(outputs: Sequence[Any]) -> frozenset[int]:
@@ -332,7 +317,6 @@ def _switch_gradients(interpreter: Interpreter, func: Any, args: Any, kwargs: An
 FUNCTIONS: Final[Mapping[Any, Any]] = {
     set_grad_enabled: _switch_gradients,
     Tensor.requires_grad_: _requires_grad,
-    make_dual: _make_dual,
     torch.autograd.grad: _grad,
     Tensor.backward: _backward,
     torch.autograd.backward: _several_backward,

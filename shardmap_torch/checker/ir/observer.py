@@ -97,14 +97,6 @@ class Observer:
         """Observes what gradients have been switched to in the first run of a checkpoint."""
         self.on_step(SWITCH, {"switches": switches}, [])
 
-    def on_dual(self, primal: Tensor, tangent: Tensor) -> None:
-        """Observes that forward mode begins at a value, with a tangent."""
-        self.on_step(DUAL, {"primal": primal, "tangent": tangent}, [])
-
-    def on_tangents(self, values: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
-        """Observes the tangents of gradients, which a backward has made in forward mode."""
-        self.on_step(TANGENT, {"values": values}, _present(tangents))
-
     def on_function(self, name: str) -> None:
         """Observes that a Function of the user's own is applied."""
         self.on_step(f"{FUNCTION} {name}", {}, [])
@@ -151,8 +143,6 @@ COLLECTIVE: Final = "a collective"
 INDEX: Final = "axis_index"
 GRADIENT: Final = "a gradient"
 SWITCH: Final = "a switch of gradients"
-DUAL: Final = "forward mode"
-TANGENT: Final = "the tangent of a gradient"
 FUNCTION: Final = "the Function"
 REGION: Final = "local_region"
 VALUE: Final = "a Python value by"

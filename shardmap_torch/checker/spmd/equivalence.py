@@ -21,7 +21,6 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import (
     COLLECTIVE,
-    DUAL,
     FUNCTION,
     GRADIENT,
     INDEX,
@@ -29,7 +28,6 @@ from shardmap_torch.checker.ir.observer import (
     REGION,
     RESULT,
     SWITCH,
-    TANGENT,
     VALUE,
     Observer,
     made_by,
@@ -220,18 +218,6 @@ class Relation(Observer):
         with self._judged(SWITCH, []) as live:
             if live and self._take(SWITCH).arguments["switches"] != switches:
                 raise UnrelatedError("gradients are recorded in one program only", OTHER)
-
-    def on_dual(self, primal: Tensor, tangent: Tensor) -> None:
-        """Looks whether a tangent is sharded like its value."""
-        with self._judged(DUAL, []) as live:
-            if live:
-                self._gradients.note_dual(self._take(DUAL), primal, tangent)
-
-    def on_tangents(self, values: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
-        """Lays out the tangents of gradients like these."""
-        with self._judged(TANGENT, []) as live:
-            if live:
-                self._gradients.note_tangents(self._take(TANGENT), values, tangents)
 
     def on_function(self, name: str) -> None:
         """Requires that one device applies a Function of that name too: its backward is its own."""

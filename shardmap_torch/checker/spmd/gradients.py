@@ -1,7 +1,6 @@
 """Gradients in the ranks' program and on one device: sharded like the values they belong to."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -25,8 +24,6 @@ class Gradients:
     def __init__(self, notes: Notes) -> None:
         """Reads the layouts of the values from `notes`."""
         self._notes = notes
-        self._are_alike = True  # tangents and the values that they belong to
-        self._pushed: dict[int, Dim] = {}  # what a vmap batches of tangents, by its level
 
     def note(
         self,
@@ -51,59 +48,17 @@ class Gradients:
             if gradient is not None:
                 shard = self._notes.find(operand, ref, "what it is the gradient of")
                 number, shape = next(found)
-                shard = self._batched_like(shard, operand, gradient, shape, self._batched)
+                shard = self._batched_like(shard, operand, gradient, shape)
                 self._note(shard, operand, gradient, number, scale, old)
 
-    def note_dual(self, event: Event, primal: Tensor, tangent: Tensor) -> None:
-        """Notes whether a tangent, where forward mode begins, is laid out like its value."""
-        value, moves = event.arguments["primal"], event.arguments["tangent"]
-        try:
-            for each in (primal, tangent):
-                self._notes.reject_unfinished(each)
-            shard = self._notes.find(primal, value, "what is differentiated")
-            given = self._notes.find(tangent, moves, "its tangent")
-        except UnrelatedError:
-            self._are_alike = False
-            return
-        pairs = _pairs(primal, tangent)
-        self._are_alike &= all(given.dims[to] in (shard.dims[at], ANY) for at, to in pairs)
-        self._are_alike &= self._notes.sums(primal).partial == self._notes.sums(tangent).partial
-        dims = {to: shard.dims[at] for at, to in pairs}
-        laid_out = tuple(dims.get(at, dim) for at, dim in enumerate(given.dims))
-        for level, at in dims_of(tangent)[1].items():
-            self._are_alike &= self._pushed.setdefault(level, laid_out[at]) == laid_out[at]
-        if self._are_alike:
-            self._notes.note(tangent, moves.number, replace(given, dims=laid_out))
-
-    def note_tangents(
-        self, event: Event, values: Sequence[Tensor], tangents: Sequence[Tensor]
-    ) -> None:
-        """Lays out tangents of gradients like these.
-
-        For whatever values, each sharded in one way, the gradients on the ranks are those on one
-        device. So they move alike where the values do.
-        """
-        found = zip(event.arguments["values"], event.results, strict=True)
-        for value, tangent, (ref, (number, shape)) in zip(values, tangents, found, strict=True):
-            if self._are_alike and self._notes.find_any(value):
-                shard = self._notes.find(value, ref, "what it is the tangent of")
-                shard = self._batched_like(shard, value, tangent, shape, self._pushed)
-                self._notes.note(tangent, number, shard)
-                self._notes.set_sums(tangent, self._notes.sums(value))
-
     def _batched_like(
-        self,
-        shard: ShardedTensor,
-        operand: Tensor,
-        gradient: Tensor,
-        shape: Shape,
-        batches: Mapping[int, Dim],
+        self, shard: ShardedTensor, operand: Tensor, gradient: Tensor, shape: Shape
     ) -> ShardedTensor:
         """Lays out a gradient like its value, and a batch of gradients like a batch of values."""
         (own, levels), (mine, batched) = dims_of(operand), dims_of(gradient)
         dims: dict[int, Dim] = {to: shard.dims[at] for at, to in zip(own, mine, strict=True)}
         for level, at in batched.items():
-            found = shard.dims[levels[level]] if level in levels else batches.get(level)
+            found = shard.dims[levels[level]] if level in levels else self._batched.get(level)
             if found is None:
                 raise UnrelatedError("nothing is known about how what a vmap batches is sharded")
             dims[at] = found

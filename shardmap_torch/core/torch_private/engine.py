@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
-from torch import Tensor, _make_dual
+from torch import Tensor
 from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, _distributed_c10d
 from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch._C import _current_autograd_node as current_autograd_node
@@ -73,7 +73,6 @@ use_count: Final[Callable[[Tensor], int]] = Tensor._use_count  # type: ignore[at
 warn_of_fallbacks: Final[Callable[[bool], None]] = functorch._set_vmap_fallback_warning_enabled  # type: ignore[attr-defined]
 """Sets whether vmap warns of operators without batching rules, as it does at first."""
 
-make_dual: Final[Callable[..., Any]] = _make_dual
 # A public name since torch 2.14, which warns of the private one.
 set_timeout: Final[Callable[..., None]] = (
     getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout

@@ -52,7 +52,7 @@ def _rows(lines: Sequence[str]) -> Iterator[PrivateName]:
 
 ENGINE: Final = read_names("""
 interpretation under torch's modes
-  torch: Tensor._is_zerotensor Tensor._make_subclass Tensor._use_count _make_dual
+  torch: Tensor._is_zerotensor Tensor._make_subclass Tensor._use_count
   torch._C: DisableTorchFunction _DisableTorchDispatch _set_grad_enabled
     _disabled_torch_function_impl _dispatch_has_kernel_for_dispatch_key
     _set_throw_on_mutable_data_ptr

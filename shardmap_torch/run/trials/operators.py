@@ -20,7 +20,8 @@ def _names(text: str) -> frozenset[str]:
 
 MADE: Final = _names(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty "
-    "new_empty_strided isnan isinf isfinite isposinf isneginf lift_fresh"
+    "new_empty_strided isnan isinf isfinite isposinf isneginf lift_fresh is_same_size "
+    "_has_same_storage_numel _new_zeros_with_same_feature_meta"
 )
 """Those whose results do not depend on the entries of operands, as long as these are finite."""
 
@@ -30,7 +31,8 @@ MOVED: Final = _names(
     "movedim cat stack clone contiguous alias detach flip roll repeat constant_pad_nd tril triu "
     "slice_scatter select_scatter copy fill zero where masked_fill real imag conj "
     "_conj resolve_conj as_strided _to_copy col2im im2col _wrap_tensor_autograd wait_tensor "
-    "broadcast_tensors unsafe_split unsafe_chunk chunk swapaxes narrow flatten _conj_physical"
+    "broadcast_tensors unsafe_split unsafe_chunk chunk swapaxes narrow flatten _conj_physical "
+    "to"
 )
 """Those that move entries, of any dtype."""
 
@@ -199,8 +201,9 @@ def is_analytic(name: str, arguments: Mapping[str, Any]) -> bool:
     if name in ("linalg_vector_norm", "_foreach_norm"):
         return bool(arguments["ord"] == 2)
     is_smooth = arguments.get("rounding_mode") is None and not arguments.get("dropout_p")
-    own = name.removeprefix("_foreach_")
-    return own in ANALYTIC and is_smooth and (name == own or own not in MODERATE)
+    own, is_listed = name.removeprefix("_foreach_"), name.startswith("_foreach_")
+    own = own.removesuffix("_backward")  # whose pieces are those of the forward
+    return own in ANALYTIC and is_smooth and not (is_listed and own in MODERATE)
 
 
 def conditions(

@@ -436,7 +436,7 @@ class _Watch(_Wide):
         if name in operators.LOOKUPS and arguments.get("mode") != operators.LARGEST:
             self._look_up(name, arguments)
             return
-        if name == "_to_copy":
+        if name in ("_to_copy", "to"):
             _require_kept(free[0], out)
         if name in operators.SELECTED:
             self._watched.summarizes = True

@@ -8,10 +8,10 @@ from shardmap_torch.checker.spmd.layout import ShardedTensor
 from shardmap_torch.spec import P
 
 UNSEEN: Final = (
-    "of gradients in forward mode, shard tangents like their values, and do not take parts of a "
-    "batch; or wrap what computes it in local_region(f, in_types, out_types)."
+    "take derivatives of gradients in reverse mode, as jacrev(grad(f)) for hessian(f); or wrap "
+    "what computes it in local_region(f, in_types, out_types)."
 )
-"""Advice for values of which nothing is known, as tangents of gradients may be."""
+"""Advice for values of which nothing is known, as tangents of gradients are."""
 
 NUMBER: Final = (
     "a number that depends on local shapes must be right on one device too: multiply sizes by "
