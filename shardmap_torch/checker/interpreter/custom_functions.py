@@ -45,8 +45,13 @@ def is_observed(interpreter: "Interpreter") -> bool:
 
 
 def meet(interpreter: "Interpreter", function: type[Function]) -> None:
-    """Shows observers that a Function of the user's own is applied."""
+    """Shows observers that a Function of the user's own is applied.
+
+    Raises:
+        ShardTypeError: it is in a backward, as in a recomputation, whose graph nothing watches.
+    """
     if is_own(function) and not interpreter.is_paused:
+        refuse_backward(interpreter, current_autograd_node(), function.__name__)
         interpreter.observer.on_function(function.__name__)
 
 
@@ -56,13 +61,13 @@ def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
     return is_observed(interpreter) and not inside
 
 
-def refuse_backward(interpreter: "Interpreter", node: Node | None, name: str | None) -> None:
-    """Refuses the backward of the user's own Function of this name, if it has one, on the ranks.
+def refuse_backward(interpreter: "Interpreter", node: Node | None, name: str) -> None:
+    """Refuses the backward of the user's own Function of this name, which a node on ranks is of.
 
     Raises:
         ShardTypeError: under global strictness, which may compare the whole body by numbers.
     """
-    if node is not None and name is not None and interpreter.observer.judges:
+    if node is not None and interpreter.observer.judges:
         if _is_compared(interpreter, node):
             raise messages.error(
                 interpreter,

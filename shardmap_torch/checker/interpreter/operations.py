@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages, scalars
-from shardmap_torch.checker.interpreter.custom_functions import refuse_backward
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
 from shardmap_torch.checker.ir.fake_results import (
@@ -33,7 +32,7 @@ from shardmap_torch.checker.ir.fake_results import (
     run_fake,
 )
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
-from shardmap_torch.checker.ir.own_functions import has_saving_hooks, name_of_own, rank_only_part
+from shardmap_torch.checker.ir.own_functions import has_saving_hooks, rank_only_part
 from shardmap_torch.checker.ir.program import Equation, Use, use_of, varying
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import is_marked
@@ -63,7 +62,6 @@ from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     UncompiledMode,
     UnsupportedOperatorException,
-    current_autograd_node,
     disable_current_modes,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -198,7 +196,6 @@ def repeat(
     if running_backward() != NO_BACKWARD:
         if not interpreter.running or is_in_linear_backward():
             return NotImplemented
-        _reject_own(interpreter)
     site, backward = interpreter.site()
     out = make(interpreter.fake, known, call.tensors)
     uses = []
@@ -283,14 +280,6 @@ def _reject_misplaced(interpreter: Interpreter, op: OpOverload) -> None:
             "Fix: use torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
             "Tensor.backward()."
         )
-    _reject_own(interpreter)
-
-
-def _reject_own(interpreter: Interpreter) -> None:
-    """Refuses steps of a custom backward whose start was not seen, as in a recomputation."""
-    if interpreter.observer is not UNOBSERVED:
-        node = current_autograd_node()
-        refuse_backward(interpreter, node, name_of_own(node))
 
 
 def _lift(interpreter: Interpreter, op: OpOverload, literal: Tensor) -> Any:

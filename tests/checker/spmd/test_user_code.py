@@ -251,6 +251,26 @@ def test_a_function_inside_of_a_checkpoint_is_refused_unless_in_a_region() -> No
         check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
 
 
+@pytest.mark.parametrize("part", [lambda x: x, torch.sin])
+def test_no_step_of_a_backward_in_a_checkpoint_has_to_tell(part: Callable[..., Tensor]) -> None:
+    """A backward may stop a gradient without an operation."""
+    own = function(lambda ctx, g: g if axis_size("dp") == 1 else None)  # type: ignore[arg-type,return-value]
+    other = function(lambda ctx, g: g)
+
+    def stopped(x: Tensor, w: Tensor) -> Any:
+        return shardmap_torch.checkpoint(lambda x: own.apply(part(x)) @ w, x)
+
+    def on_one_device(x: Tensor, w: Tensor) -> Any:
+        def run(x: Tensor) -> Any:
+            return (other.apply(x) if axis_size("dp") == 1 else x.clone()) @ w
+
+        return shardmap_torch.checkpoint(run, x)
+
+    for body in (stopped, on_one_device):
+        with pytest.raises(ShardTypeError, match=r"backward of Own runs|the Function Own"):
+            check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
+
+
 def hooked_again(x: Tensor) -> Tensor:
     """Registers its hook only where a checkpoint runs it again: the first time has no graph."""
     h = x.sin()
