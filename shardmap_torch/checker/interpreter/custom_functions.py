@@ -22,7 +22,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import is_own, name_of_hook, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import rejected
+from shardmap_torch.checker.ir.repairs import rejected, rejection_of
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of, levels
@@ -61,21 +61,25 @@ def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
     return is_observed(interpreter) and not inside
 
 
+def _left_to_numbers(interpreter: "Interpreter", what: str, fix: str) -> ShardTypeError:
+    """Makes the error of a step that layouts do not follow."""
+    head = f"check='global': {what} not compared with one device step by step."
+    error = messages.error(interpreter, head, [], fix)
+    rejection_of(error).is_left_to_numbers = True
+    return error
+
+
 def refuse_backward(interpreter: "Interpreter", node: Node | None, name: str) -> None:
     """Refuses the backward of the user's own Function of this name, which a node on ranks is of.
 
     Raises:
         ShardTypeError: under global strictness, which may compare the whole body by numbers.
     """
-    if node is not None and interpreter.observer.judges:
-        if _is_compared(interpreter, node):
-            raise messages.error(
-                interpreter,
-                f"check='global': the backward of {name} runs, and what is written for a backward "
-                "is not compared with one device step by step.",
-                [],
-                "wrap what calls it in local_region(f, in_types, out_types).",
-            )
+    if node is not None and interpreter.observer.judges and _is_compared(interpreter, node):
+        what = f"the backward of {name} runs, and what is written for a backward is"
+        raise _left_to_numbers(
+            interpreter, what, "wrap what calls it in local_region(f, in_types, out_types)."
+        )
 
 
 def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
@@ -87,12 +91,9 @@ def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) 
     node, reader = current_autograd_node(), sys._getframe(3)  # this, and two functions of the mode
     is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
     if is_compared and not is_of_library(reader):
-        what = name_of_hook(func)
-        raise messages.error(
+        raise _left_to_numbers(
             interpreter,
-            f"check='global': {what} is used, and the steps of hooks are not compared with one "
-            "device.",
-            [],
+            f"{name_of_hook(func)} is used, and the steps of hooks are",
             "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
             "in_types, out_types).",
         )

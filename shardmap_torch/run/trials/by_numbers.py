@@ -21,7 +21,7 @@ from shardmap_torch.backends.threads import thread_state
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
 from shardmap_torch.checker.ir.program import Equation
-from shardmap_torch.checker.ir.repairs import NONE
+from shardmap_torch.checker.ir.repairs import NONE, rejection_of
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt, detached, verify
@@ -86,6 +86,9 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         plain = [axis for axis in others if axis not in sent]
         for axis in plain if sending else ():
             _note(error, f"Over {axis!r} alone: {_reason(others[axis])}")
+        if rejection_of(error).is_left_to_numbers:
+            _note(error, f"Tried with numbers over {over}: {refuted}.")
+            return None
         if plain or not sending:  # the step that is another one says more
             return None
         if "local_region" not in str(error):  # it tells more
