@@ -40,8 +40,10 @@ if TYPE_CHECKING:  # for annotations; it takes a second to import
 
 
 def is_observed(interpreter: "Interpreter") -> bool:
-    """Returns whether an observer compares the program here."""
-    return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
+    """Returns whether an observer compares the program here, with one that may be another."""
+    mesh = interpreter.mesh.full or interpreter.mesh
+    is_idle = interpreter.observer is UNOBSERVED or interpreter.is_paused
+    return not is_idle and mesh.size > 1
 
 
 def meet(interpreter: "Interpreter", function: type[Function]) -> None:

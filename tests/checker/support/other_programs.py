@@ -190,7 +190,7 @@ WRONG = [
     (features_before_heads, P("dp"), "has size 4 on a rank and would have 4 on one device"),
     (positions_not_offset, P("dp"), "counts the entries that a rank has"),
     (sum_of_shards, P("dp"), "not a pending sum but sharded along dim 1"),
-    (gathered_along_another_dim, P("dp"), "it puts dim 0 together over .tp., and that dim is sharded"),
+    (gathered_along_another_dim, P("dp"), r"it puts dim 0 together over .tp., and that dim is"),
     (wrong_features_paired, P("dp"), "tried with numbers over 'tp'"),
     (rank_used, P("dp"), "every rank has a value of its own"),
     (maximum_over_cut, P("dp"), "it is the max of a rank's part"),
