@@ -16,7 +16,7 @@ from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh, use_mesh
 from shardmap_torch.spec import P
 from shardmap_torch.transform import Check, shard_map
-from shardmap_torch.validate.numbers import differ, tolerance_of
+from shardmap_torch.validate.numbers import differ, gradients_for, tolerance_of
 
 __all__ = ["assert_bytes", "assert_equals_one_device"]
 
@@ -82,22 +82,11 @@ def _values(f: Callable[..., Any], args: Sequence[Any], seed: int) -> dict[str, 
     results = _by_path(f(*wide), "result")
     values = {path: x.detach() if isinstance(x, Tensor) else x for path, x in results.items()}
     inputs = {
-        path: leaf
+        f"gradient of {path}": leaf
         for number, arg in enumerate(wide)
         for path, leaf in _by_path(arg, f"args[{number}]").items()
-        if is_smooth(leaf)
     }
-    outputs = [x for x in results.values() if is_smooth(x) and x.requires_grad]
-    if not (inputs and outputs):
-        return values
-    generator = torch.Generator().manual_seed(seed)
-    cotangents = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in outputs]
-    cotangents = [g.to(x.device) for g, x in zip(cotangents, outputs, strict=True)]
-    gradients = torch.autograd.grad(outputs, [*inputs.values()], cotangents, allow_unused=True)
-    return values | {
-        f"gradient of {path}": torch.zeros_like(x) if gradient is None else gradient
-        for (path, x), gradient in zip(inputs.items(), gradients, strict=True)
-    }
+    return values | gradients_for([*results.values()], inputs, seed)
 
 
 def _by_path(tree: Tree, name: str) -> dict[str, Any]:

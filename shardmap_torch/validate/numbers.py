@@ -1,11 +1,13 @@
 """Random values of a type, and tests of the values that ranks compute against a type."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.run.trials.draws import random_like
 from shardmap_torch.types import AxisType, I, K, Partial, R, Z
 
@@ -43,6 +45,25 @@ def shifted(values: Sequence[Tensor], generator: torch.Generator) -> list[Tensor
     moved = list(values)
     moved[0], moved[-1] = moved[0] + by, moved[-1] - by
     return moved
+
+
+def gradients_for(
+    results: Sequence[Any], inputs: Mapping[str, Any], seed: int
+) -> dict[str, Tensor]:
+    """Computes the gradients of what can have one for random cotangents, zeros where none flows.
+
+    These are drawn for every result: one without a gradient on a mesh may have it on another.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    known = {name: x for name, x in inputs.items() if is_smooth(x)}
+    smooth = [y for y in results if is_smooth(y)]
+    drawn = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in smooth]
+    pairs = [(y, c.to(y.device)) for y, c in zip(smooth, drawn, strict=True) if y.requires_grad]
+    if not (pairs and known):
+        return {name: torch.zeros_like(x) for name, x in known.items()}
+    ys, cotangents = zip(*pairs, strict=True)
+    found = torch.autograd.grad(ys, [*known.values()], cotangents, materialize_grads=True)
+    return dict(zip(known, found, strict=True))
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:

@@ -26,7 +26,7 @@ from shardmap_torch.run.trials.draws import widened
 from shardmap_torch.spec import P, mismatches
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import Partial, V
-from shardmap_torch.validate.numbers import tolerance_of, unequal
+from shardmap_torch.validate.numbers import gradients_for, tolerance_of, unequal
 from shardmap_torch.validate.report import Findings
 
 Region: TypeAlias = tuple[Callable[..., Any], Tree, Tree]
@@ -104,7 +104,9 @@ class _Call:
             matched = broadcast_prefix(self.out_types, mapped(*crossing), "result", is_spec)
         results = [y for y in matched if isinstance(y, Placed) and isinstance(y.value, Tensor)]
         found = {f"{y.path} is {y.spec!r}": y.value.detach() for y in results}
-        return found | self._gradients([y.value for y in results], inputs, seed + 1)
+        named = zip(self.leaves, inputs, strict=True)
+        known = {f"gradient of {leaf.path}, {leaf.spec!r}": x for leaf, x in named}
+        return found | gradients_for([y.value for y in results], known, seed + 1)
 
     def _require_divisible(self, mesh: Mesh) -> None:
         """Requires that sizes divide, before the ranks do, whose arguments are stacked."""
@@ -121,22 +123,6 @@ class _Call:
                 found = mismatches(leaf.spec, tuple(leaf.value.shape), mesh.shape)
                 problems += [f"{leaf.path}: {problem}" for problem in found]
         _reject(self.name, problems)
-
-    def _gradients(
-        self, results: Sequence[Tensor], inputs: Sequence[Any], seed: int
-    ) -> dict[str, Tensor]:
-        """Computes gradients for random cotangents, the same on every mesh."""
-        generator = torch.Generator().manual_seed(seed)
-        leaves = zip(self.leaves, inputs, strict=True)
-        known = {f"gradient of {e.path}, {e.spec!r}": x for e, x in leaves if is_smooth(x)}
-        # Drawn for every result: one that has no gradient on one mesh may have it on another.
-        drawn = [torch.randn(y.shape, dtype=torch.float64, generator=generator) for y in results]
-        pairs = [(y, c.to(y)) for y, c in zip(results, drawn, strict=True) if y.requires_grad]
-        if not (pairs and known):
-            return {claim: torch.zeros_like(x) for claim, x in known.items()}
-        ys, cotangents = zip(*pairs, strict=True)
-        found = torch.autograd.grad(ys, [*known.values()], cotangents, materialize_grads=True)
-        return dict(zip(known, found, strict=True))
 
 
 def _widest(leaf: Any) -> Any:
