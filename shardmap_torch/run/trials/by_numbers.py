@@ -86,12 +86,10 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         plain = [axis for axis in others if axis not in sent]
         for axis in plain if sending else ():
             _note(error, f"Over {axis!r} alone: {_reason(others[axis])}")
-        if rejection_of(error).is_left_to_numbers:
-            _note(error, f"Tried with numbers over {over}: {refuted}.")
+        is_open = rejection_of(error).is_left_to_numbers
+        if not is_open and (plain or not sending):  # the step that is another one says more
             return None
-        if plain or not sending:  # the step that is another one says more
-            return None
-        if "local_region" not in str(error):  # it tells more
+        if is_open or "local_region" not in str(error):  # it tells more
             _note(error, f"Tried with numbers over {over} as well: {refuted}.")
             return None
         raise ShardTypeError(_REFUTED.format(call.name, over, refuted, "\n".join(lines))) from None
