@@ -4,12 +4,13 @@ Grad mode is off in the forward of an `autograd.Function`, so mixing I and V is 
 backward may take the missing sum. That is checked when it runs, and reported with the line of the
 forward. torch.func transforms wrap it in a Function of their own at each level.
 
-Under global strictness the forward of such a Function is compared with one device like the body.
-Its backward is not: where one runs, the program is decided by numbers.
+Under global strictness observers compare such code with one device like the body. They need the
+values whose gradients it gets and returns; autograd's nodes do not refer to them, so the
+interpreter keeps the arguments of torch functions by node, from the first such Function on.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
@@ -20,10 +21,10 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.ir.own_functions import is_own, name_of_hook, own_nodes
+from shardmap_torch.checker.ir.own_functions import is_own, name_of_hook, name_of_own, own_nodes
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import rejected, rejection_of
-from shardmap_torch.checker.rules.infer import Types
+from shardmap_torch.checker.ir.repairs import rejected
+from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.functorch import base_of, levels
 from shardmap_torch.core.source_location import is_own as is_of_library
@@ -40,21 +41,46 @@ if TYPE_CHECKING:  # for annotations; it takes a second to import
 
 
 def is_observed(interpreter: "Interpreter") -> bool:
-    """Returns whether an observer compares the program here, with one that may be another."""
-    mesh = interpreter.mesh.full or interpreter.mesh
-    is_idle = interpreter.observer is UNOBSERVED or interpreter.is_paused
-    return not is_idle and mesh.size > 1
+    """Returns whether an observer compares the program here."""
+    return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
 
 
-def meet(interpreter: "Interpreter", function: type[Function]) -> None:
-    """Shows observers that a Function of the user's own is applied.
+def meet(interpreter: "Interpreter", function: Any, operands: Sequence[Any]) -> None:
+    """Begins to keep values where a Function of the user's own is applied, with its operands.
 
     Raises:
-        ShardTypeError: it is in a backward, as in a recomputation, whose graph nothing watches.
+        ShardTypeError: it is applied in a recomputation, whose graph nothing watches.
     """
-    if is_own(function) and not interpreter.is_paused:
-        refuse_backward(interpreter, current_autograd_node(), function.__name__)
-        interpreter.observer.on_function(function.__name__)
+    if is_own(function):
+        node = current_autograd_node()
+        if node is not None and node not in interpreter.watched:
+            _reject_inner(interpreter, node, function.__name__)
+        if not interpreter.is_paused:
+            interpreter.observer.on_function(function.__name__)
+        interpreter.keeps_values = True
+        with DisableTorchFunction():
+            remember(interpreter, operands)
+
+
+def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
+    """Keeps the tensors among arguments by the node whose backward gets their gradients."""
+    for value in values if is_observed(interpreter) else ():
+        if isinstance(value, Tensor | list | tuple):
+            for tensor in tensors_of(value):
+                *_, base = found = [*levels(tensor)]
+                nodes = [(x.grad_fn, x.output_nr) for x in found]
+                interpreter.values.update({(n, at): base for n, at in nodes if n is not None})
+
+
+def _value(interpreter: "Interpreter", node: Node | None, number: int) -> Tensor | None:
+    variable = getattr(node, "variable", None)
+    if isinstance(variable, Tensor):
+        return base_of(variable)
+    return None if node is None else interpreter.values.get((node, number))
+
+
+def _bases(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else base_of(tensor) for tensor in tensors]
 
 
 def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
@@ -63,24 +89,27 @@ def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
     return is_observed(interpreter) and not inside
 
 
-def _left_to_numbers(interpreter: "Interpreter", what: str, fix: str) -> ShardTypeError:
-    """Makes the error of a step that layouts do not follow."""
-    head = f"check='global': {what} not compared with one device step by step."
-    error = messages.error(interpreter, head, [], fix)
-    rejection_of(error).is_left_to_numbers = True
-    return error
+def reject_unseen(interpreter: "Interpreter") -> None:
+    """Refuses steps of a custom backward whose start was not reported, as in a recomputation."""
+    if interpreter.observer is UNOBSERVED:
+        return
+    node = current_autograd_node()
+    # The start of a watched node is reported; steps after its end are autograd's sums.
+    if node is None or node in interpreter.watched:
+        return
+    name = name_of_own(node)
+    if name is not None:
+        _reject_inner(interpreter, node, name)
 
 
-def refuse_backward(interpreter: "Interpreter", node: Node | None, name: str) -> None:
-    """Refuses the backward of the user's own Function of this name, which a node on ranks is of.
-
-    Raises:
-        ShardTypeError: under global strictness, which may compare the whole body by numbers.
-    """
-    if node is not None and interpreter.observer.judges and _is_compared(interpreter, node):
-        what = f"the backward of {name} runs, and what is written for a backward is"
-        raise _left_to_numbers(
-            interpreter, what, "wrap what calls it in local_region(f, in_types, out_types)."
+def _reject_inner(interpreter: "Interpreter", node: Node, name: str) -> None:
+    if _is_compared(interpreter, node):
+        raise messages.error(
+            interpreter,
+            f"check='global': the backward of {name} runs inside of another backward, where it is "
+            "not compared with one device.",
+            [],
+            "wrap what calls it in local_region(f, in_types, out_types).",
         )
 
 
@@ -93,9 +122,12 @@ def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) 
     node, reader = current_autograd_node(), sys._getframe(3)  # this, and two functions of the mode
     is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
     if is_compared and not is_of_library(reader):
-        raise _left_to_numbers(
+        what = name_of_hook(func)
+        raise messages.error(
             interpreter,
-            f"{name_of_hook(func)} is used, and the steps of hooks are",
+            f"check='global': {what} is used, and the steps of hooks are not compared with one "
+            "device.",
+            [],
             "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
             "in_types, out_types).",
         )
@@ -122,7 +154,7 @@ def uncommitted(
     """
     if not function.__module__.startswith(_COMPILED):
         interpreter.traits.applies_functions = True
-    meet(interpreter, function)
+    meet(interpreter, function, args)
     if not is_own(function) or interpreter.is_paused:
         return out
     read = [interpreter.storage_type(x).types for x in args if isinstance(x, FakeTensor)]
@@ -166,7 +198,6 @@ def _enter(
 
     So that a backward which takes no sum is refused.
     """
-    refuse_backward(interpreter, node, name)
 
     def as_sum(number: int, gradient: Tensor | None) -> Tensor | None:
         _, met = interpreter.results_of.get((node._sequence_nr(), number), (None, ()))
@@ -176,7 +207,11 @@ def _enter(
             gradient, lambda at, have: Partial if at in met and plain(have) == V else have
         )
 
-    return tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
+    typed = tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
+    if _is_compared(interpreter, node):
+        values = [_value(interpreter, node, number) for number in range(len(typed))]
+        interpreter.observer.on_backward_start(name, values, _bases(typed))
+    return typed
 
 
 _COMPILED: Final = ("torch.", "shardmap_torch.collectives.", "shardmap_torch.checkpoint")
@@ -206,6 +241,11 @@ def _check(
         for at, pair in enumerate(zip(operand.types, storage_type.types, strict=True)):
             if pair[0] == I and pair[1].varies:
                 raise _wrong(interpreter, node, name, at, operand, storage_type)
+    if _is_compared(interpreter, node):
+        pairs = zip(gradients, node.next_functions, strict=False)
+        returned = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
+        values, given = [value for _, value in returned], _bases([g for g, _ in returned])
+        interpreter.observer.on_backward_end(name, values, given)
     return gradients
 
 

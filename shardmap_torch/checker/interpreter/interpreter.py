@@ -156,7 +156,9 @@ class TypeStore:
         self._by_level: dict[int, Token] = {}
         self.running: list[int] = []
         self.switches: tuple[bool, ...] | None = None
-        # State of the user's own code that autograd runs; see `custom_functions`.
+        # State of the user's own code that autograd runs; see `user_code`.
+        self.keeps_values = False
+        self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
         self.regions: list[range] = []
         self._num_tasks = 0
@@ -166,6 +168,7 @@ class TypeStore:
 
         Python's collector does not see through the graph, which would stay alive.
         """
+        self.values.clear()
         self.watched.clear()
         self.copies.forget_tensors()
 

@@ -122,6 +122,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         interpreter = self._interpreter
         if func in METADATA and type(base_of(args[0])) is FakeTensor:
+            if interpreter.keeps_values:
+                custom_functions.remember(interpreter, args)
             out = func(*args, **(kwargs or {}))
             return out if interpreter.fake.shape_env is None else as_numbers(out)
         kwargs = kwargs or {}
@@ -139,7 +141,7 @@ class _Functions(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch in the body, step by step.
 
-        1. The user's own Functions, and what batched bodies lack, are noted.
+        1. Values of the user's own Functions are kept, and what batched bodies lack is noted.
         2. Differentiations, Python values and questions for addresses have handlers of their own.
         3. Numbers by rank, positions and einsum are rewritten: after 2, whose handlers would not
            know the calls that come of it.
@@ -148,8 +150,10 @@ class _Functions(TorchFunctionMode):
         6. Results that may share memory, have no gradient or are parts of a tensor are marked.
         """
         if func is custom_function_call:
-            custom_functions.meet(self._interpreter, args[0])
+            custom_functions.meet(self._interpreter, args[0], args)
             self._interpreter.needs_ranks(without_rule(args[0]))
+        if self._interpreter.keeps_values:
+            custom_functions.remember(self._interpreter, [*args, *kwargs.values()])
         if func in UNBATCHED or (
             func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2)))
         ):

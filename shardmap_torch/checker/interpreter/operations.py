@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages, scalars
+from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
 from shardmap_torch.checker.ir.fake_results import (
@@ -196,6 +197,7 @@ def repeat(
     if running_backward() != NO_BACKWARD:
         if not interpreter.running or is_in_linear_backward():
             return NotImplemented
+        reject_unseen(interpreter)
     site, backward = interpreter.site()
     out = make(interpreter.fake, known, call.tensors)
     uses = []
@@ -280,6 +282,7 @@ def _reject_misplaced(interpreter: Interpreter, op: OpOverload) -> None:
             "Fix: use torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
             "Tensor.backward()."
         )
+    reject_unseen(interpreter)
 
 
 def _lift(interpreter: Interpreter, op: OpOverload, literal: Tensor) -> Any:

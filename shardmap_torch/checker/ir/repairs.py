@@ -180,7 +180,6 @@ class Rejection:
         equal: the equations that made the equal values which meet what varies.
         closure: the closed-over tensor that would have to be an argument.
         takes_gradients: whether the body has taken gradients by itself before.
-        is_left_to_numbers: whether it says no more than that layouts do not follow a step.
         proposals: repairs that could be tried, the likeliest first.
         tried: the one that passed, and which the message names.
     """
@@ -189,7 +188,6 @@ class Rejection:
     equal: "tuple[Equation | None, ...]" = ()
     closure: Tensor | None = None
     takes_gradients: bool = False
-    is_left_to_numbers: bool = False
     proposals: tuple[Repair, ...] = ()
     tried: Repair | None = None
 
@@ -212,7 +210,7 @@ def rejected(
 ) -> ShardTypeError:
     """Makes an error with its record; see `Rejection`."""
     error = ShardTypeError(text)
-    error.rejection = Rejection(frozenset(types), tuple(equal), closure, proposals=tuple(proposals))
+    error.rejection = Rejection(frozenset(types), tuple(equal), closure, False, tuple(proposals))
     return error
 
 

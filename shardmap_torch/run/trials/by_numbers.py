@@ -21,7 +21,7 @@ from shardmap_torch.backends.threads import thread_state
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
 from shardmap_torch.checker.ir.program import Equation
-from shardmap_torch.checker.ir.repairs import NONE, rejection_of
+from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt, detached, verify
@@ -86,10 +86,9 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         plain = [axis for axis in others if axis not in sent]
         for axis in plain if sending else ():
             _note(error, f"Over {axis!r} alone: {_reason(others[axis])}")
-        is_open = rejection_of(error).is_left_to_numbers
-        if not is_open and (plain or not sending):  # the step that is another one says more
+        if plain or not sending:  # the step that is another one says more
             return None
-        if is_open or "local_region" not in str(error):  # it tells more
+        if "local_region" not in str(error):  # it tells more
             _note(error, f"Tried with numbers over {over} as well: {refuted}.")
             return None
         raise ShardTypeError(_REFUTED.format(call.name, over, refuted, "\n".join(lines))) from None

@@ -123,7 +123,7 @@ def unsummed(w: Tensor, x: Tensor) -> Tensor:
     [
         (of_a_sum_that_is_done, "the I operand's gradient would differ between ranks"),
         (of_a_sum_that_is_pending, "its addends are not yet summed"),
-        (of_code_that_is_not_linear, "the backward of Curved runs"),
+        (of_code_that_is_not_linear, "the operation is not linear"),
         (unsummed, "the operation is not linear"),
     ],
 )
