@@ -21,7 +21,13 @@ from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
-from shardmap_torch.checker.ir.own_functions import is_own, name_of_hook, name_of_own, own_nodes
+from shardmap_torch.checker.ir.own_functions import (
+    applied,
+    is_own,
+    name_of_hook,
+    name_of_own,
+    own_nodes,
+)
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import rejected
 from shardmap_torch.checker.rules.infer import Types, tensors_of
@@ -51,12 +57,14 @@ def meet(interpreter: "Interpreter", function: Any, operands: Sequence[Any]) -> 
     Raises:
         ShardTypeError: it is applied in a recomputation, whose graph nothing watches.
     """
-    if is_own(function):
+    own = applied(function)  # torch.func wraps it in another one
+    if own is not None and is_own(own):
         node = current_autograd_node()
         if node is not None and node not in interpreter.watched:
-            _reject_inner(interpreter, node, function.__name__)
+            _reject_inner(interpreter, node, own.__name__)
         if not interpreter.is_paused:
-            interpreter.observer.on_function(function.__name__)
+            interpreter.observer.on_function(own.__name__)
+    if is_own(function):
         interpreter.keeps_values = True
         with DisableTorchFunction():
             remember(interpreter, operands)
