@@ -198,7 +198,9 @@ _UNPLACED: Final = (
     "Sharding propagation failed",
     "not supported with DTensor",
     "not supported yet",
-    "out variant should have at least one out arg",  # of aten.to.dtype_layout, by its name
+    # aten.to.dtype_layout on 2.13, which has "out" in its name, and to the meta device on 2.14:
+    "out variant should have at least one out arg",
+    "Attempted to set the storage of a tensor on device",
 )
 """In torch's errors about operations that it cannot place."""
 
