@@ -82,10 +82,11 @@ def _explanation(
     """Says what is wrong with the arguments; None where they are not to blame."""
     if is_raised_by_user(raised):
         return None
+    signature = inspect.signature(function)
     try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        given = signature.bind(*args, **kwargs).arguments
     except TypeError as unbound:
-        return f"{unbound}."
+        return f"{unbound}; it is {function.__name__}{_without_types(signature)}."
     hints = get_type_hints(function)
     wrong = [
         f"{name}={_shown(value)} {problem}."
@@ -99,6 +100,11 @@ def _explanation(
     why = (str(raised).splitlines() or [repr(raised)])[0]
     met = ", ".join(f"{name}={_shown(value)}" for name, value in given.items())
     return f"torch refuses {met}: {why}"
+
+
+def _without_types(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=signature.empty)
 
 
 def _is_of_torch(raised: Exception) -> bool:

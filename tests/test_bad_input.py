@@ -177,7 +177,7 @@ EXPLAINED: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.rms_norm(X.to_sparse(), X[0]), "rms_norm: x=float32[2, 2] is a sparse_coo tensor"),
     (lambda: nn.kv_update("x", X, 0), "kv_update: cache='x' is no Tensor."),  # type: ignore[arg-type]
     (lambda: saving.latest(3), "latest: folder=3 is no str | os.PathLike[str]."),  # type: ignore[arg-type]
-    (lambda: lax.pcast(X, "a", "b"), "pcast: too many positional arguments."),  # type: ignore[call-arg]
+    (lambda: lax.pcast(X, "a", "b"), "pcast: too many positional arguments; it is pcast(x, "),  # type: ignore[call-arg]
     (lambda: lax.cond(True, torch.mv, print, X, X), "torch refuses pred=True, true_fun="),
     (lambda: saving.latest("a" * 300), "File name too long"),
     (lambda: random.iota("ab"), "iota: shape='ab' is no Sequence[int]."),  # type: ignore[arg-type]

@@ -371,6 +371,16 @@ def cross_entropy(
     return (1 - label_smoothing) * picked - label_smoothing * spread
 
 
+def lstm(host: Host, *args: Any) -> Any:
+    """Computes `torch.lstm` in steps, not by oneDNN's kernel, which no rule describes.
+
+    On simulated meshes each rank calls it by itself: `torch.func.vmap` cannot.
+    """
+    host.needs_ranks()
+    with torch.backends.mkldnn.flags(False, None, None, None):  # None: others stay as they are
+        return torch.lstm(*args)
+
+
 def functional_form(operator: Any) -> Rewrite:
     """Makes the rewrite of a functional collective, of which autograd sees no more than that."""
 
@@ -385,6 +395,7 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     Tensor.__getitem__: read,
     Tensor.__setitem__: write,
     torch.einsum: einsum,
+    torch.lstm: lstm,
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
     **dict.fromkeys((torch.narrow, Tensor.narrow), narrow),

@@ -57,7 +57,8 @@ PRODUCT: Final = Reason(
 SELECTION: Final = Reason(
     "what selects, scales or places addends of a sum must be equal on all ranks",
     "take the sum of what selects, scales or divides first, with all_reduce(x, {axis}, dst=R); "
-    "what it is applied to may stay a pending sum, for a later all_reduce.",
+    "what it is applied to may stay a pending sum, for a later all_reduce. Losses of nn do so with "
+    "batch_axis={axis}.",
 )
 INTEGER: Final = Reason(
     "a sum of rounded values is not the rounded sum",

@@ -61,7 +61,8 @@ _ONE_OPERAND: Final = (
 )
 _SCALE: Final = (
     "take the sum of what selects, scales or divides first, with all_reduce(x, 'tp', dst=R); what "
-    "it is applied to may stay a pending sum, for a later all_reduce."
+    "it is applied to may stay a pending sum, for a later all_reduce. Losses of nn do so with "
+    "batch_axis='tp'."
 )
 _FIRST: Final = "take the sum first, with all_reduce(x, 'tp', dst=...)"
 
