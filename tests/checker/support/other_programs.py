@@ -206,6 +206,7 @@ WRONG = [
 ]
 
 
+@mock.patch.object(verdict, "_TRIES", 2)
 def messages() -> str:
     """Returns what global strictness says of each."""
     texts = []
@@ -219,5 +220,4 @@ def messages() -> str:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(verdict, "_TRIES", 2):  # as many as tests try
-        GOLDEN.write_text(messages())
+    GOLDEN.write_text(messages())
