@@ -5,6 +5,7 @@ not ignored, of which the ranks have different numbers, is a sum divided by a co
 over the ranks.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Signature, signature
 from typing import Any, Final
@@ -27,6 +28,9 @@ _AVERAGES: Final = (
     functional.soft_margin_loss,
 )
 """Losses whose mean is over all entries."""
+
+_WEIGHTED: Final = (functional.l1_loss, functional.mse_loss)
+"""Those of them that divide by the sum of the weights, where there are any."""
 
 _IGNORING: Final = (functional.cross_entropy, functional.nll_loss)
 """Losses whose mean is over the entries that are not ignored."""
@@ -54,24 +58,42 @@ class BatchLosses(TorchFunctionMode):
         bound = _LOSSES[func].bind(*args, **given)
         bound.apply_defaults()
         options = bound.arguments
+        if func is functional.l1_loss:
+            options["weight"] = _lost_weight()
         axes = tuple(axis for axis in self._axes if _differs(options["input"], axis))
         is_legacy = any(options.get(name) is not None for name in ("size_average", "reduce"))
         if not axes or is_legacy or options["reduction"] not in ("sum", "mean"):
             return func(*args, **given)
         if options["reduction"] == "sum":
             return all_reduce(func(**options), axes, dst=I)
-        if func in _AVERAGES or options["target"].is_floating_point():
+        count = _count(func, options)
+        if count is None:
             return all_reduce(func(**options), axes, dst=I, op="mean")
         total = func(**{**options, "reduction": "sum"})
-        return all_reduce(total, axes, dst=I) / all_reduce(_count(options), axes, dst=I)
+        return all_reduce(total, axes, dst=I) / all_reduce(count, axes, dst=I)
 
 
 def _differs(x: Tensor, axis: str) -> bool:
     return V in (types_of(x, (axis,)) or ())
 
 
-def _count(options: Mapping[str, Any]) -> Tensor:
-    """Returns the number of targets that are not ignored, or the sum of their classes' weights."""
-    target, weight = options["target"], options["weight"]
+def _lost_weight() -> Tensor | None:
+    """Returns the weight of the `l1_loss` that is called, which torch gives no mode."""
+    frame = sys._getframe()
+    while frame.f_code is not functional.l1_loss.__code__:
+        assert frame.f_back is not None  # l1_loss is what called the mode
+        frame = frame.f_back
+    weight: Tensor | None = frame.f_locals["weight"]
+    return weight
+
+
+def _count(func: Callable[..., Any], options: Mapping[str, Any]) -> Tensor | None:
+    """Returns what a mean divides by; None for a number of entries, which is equal on all ranks."""
+    target, weight = options["target"], options.get("weight")
+    if func in _WEIGHTED and weight is not None:
+        divisor: Tensor = weight.sum()
+        return divisor
+    if func in _AVERAGES or target.is_floating_point():
+        return None
     counted: Tensor = target != options["ignore_index"]
     return (counted if weight is None else weight[target.where(counted, 0)] * counted).sum()

@@ -29,6 +29,8 @@ class Model(nn.Module):
         options, y = dict(self.options), self.down(self.up(x).tanh())
         if options.pop("weighted", False):
             options["weight"] = self.weight
+        if options.pop("weighs_entries", False):
+            options["weight"] = target.square() * self.weight
         loss: Tensor = 2 * self.loss(y, target, **options)
         return loss
 
@@ -46,6 +48,9 @@ CASES: list[tuple[Any, Tensor, dict[str, Any]]] = [
     (lambda y, target: functional.nll_loss(y.log_softmax(-1), target), CLASSES, {}),
     (functional.binary_cross_entropy_with_logits, SHARES, {"weighted": True}),
     (functional.mse_loss, NUMBERS, {}),
+    (functional.mse_loss, NUMBERS, {"weighs_entries": True}),
+    (functional.l1_loss, NUMBERS, {"weighs_entries": True}),
+    (functional.huber_loss, NUMBERS, {"weighs_entries": True}),
     (functional.huber_loss, NUMBERS, {"delta": 0.1, "reduction": "sum"}),
 ]
 
