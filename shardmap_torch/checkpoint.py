@@ -121,7 +121,8 @@ def save_results(
     arguments and the results.
 
     Args:
-        function: is called in a function that `checkpoint` runs, as by `nn.fsdp_layers`.
+        function: is called in a function that `checkpoint` runs, as by `nn.fsdp_layers`. Within
+            another such function that one decides what is saved.
         operators: ATen operators, and of each the number n of which every n-th call is saved, the
             first one included: `{torch.ops.aten.mm.default: 2}` saves every second matmul.
 
@@ -144,7 +145,7 @@ def save_results(
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Y:
         results = None if torch.compiler.is_dynamo_compiling() else _RESULTS.get()
-        with nullcontext() if results is None else _Saving(results, operators):
+        with nullcontext() if results is None else results.saving(operators):
             return function(*args, **kwargs)
 
     return run
@@ -159,21 +160,31 @@ class _Result:
     shapes: list[torch.Size]
 
 
+_Key = tuple[int, OpOverload, int]
+"""Number of the call of a function that saves, operator, and number of its call in that."""
+
+
 class _Results:
-    """The results that a region saves, by operator and number of the call."""
+    """The results that a region saves."""
 
     def __init__(self) -> None:
-        self.of: dict[tuple[OpOverload, int], _Result] = {}
+        self.of: dict[_Key, _Result] = {}
         self.is_complete = False
+        self._num_calls = 0
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Records or reads them; does neither where tangents are computed by the same operators."""
-        token = _RESULTS.set(self if forward_level() < 0 else None)
-        try:
+        self._num_calls = 0
+        with _set(self if forward_level() < 0 else None):
             yield
-        finally:
-            _RESULTS.reset(token)
+
+    @contextmanager
+    def saving(self, operators: Mapping[OpOverload, int]) -> Iterator[None]:
+        """Saves results of a function, or reads them; functions within it leave that to it."""
+        self._num_calls += 1
+        with _set(None), _Saving(self, self._num_calls, operators):
+            yield
 
     def end(self) -> None:
         """Ends the first run; what was written into after it was computed is not saved."""
@@ -207,6 +218,15 @@ _RESULTS: Final[ContextVar[_Results | None]] = ContextVar("results", default=Non
 """Those of the region that runs."""
 
 
+@contextmanager
+def _set(results: _Results | None) -> Iterator[None]:
+    token = _RESULTS.set(results)
+    try:
+        yield
+    finally:
+        _RESULTS.reset(token)
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
@@ -222,9 +242,9 @@ def _empty(x: Tensor) -> Tensor:
 class _Saving(TorchDispatchMode):
     """Dispatch mode that records results in a first run, and returns them in later ones."""
 
-    def __init__(self, results: _Results, operators: Mapping[OpOverload, int]) -> None:
+    def __init__(self, results: _Results, number: int, operators: Mapping[OpOverload, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._results, self._operators = results, operators
+        self._results, self._number, self._operators = results, number, operators
         self._calls: Counter[OpOverload] = Counter()
 
     def __torch_dispatch__(
@@ -233,22 +253,23 @@ class _Saving(TorchDispatchMode):
         every = self._operators.get(func)
         if every is None:
             return func(*args, **kwargs or {})
-        key, shapes = (func, self._calls[func]), [x.shape for x in _tensors((args, kwargs))]
+        key = self._number, func, self._calls[func]
+        shapes = [x.shape for x in _tensors((args, kwargs))]
         self._calls[func] += 1
         if self._results.is_complete:
             saved = self._results.of.get(key)
             return func(*args, **kwargs or {}) if saved is None else _read(key, saved, shapes)
         value = func(*args, **kwargs or {})
-        if key[1] % every == 0:
+        if key[-1] % every == 0:
             self._results.of[key] = _Result(value, _versions(value), shapes)
         return value
 
 
-def _read(key: tuple[OpOverload, int], saved: _Result, shapes: list[torch.Size]) -> Any:
+def _read(key: _Key, saved: _Result, shapes: list[torch.Size]) -> Any:
     if shapes != saved.shapes:
         first, again = ([list(each) for each in every] for every in (saved.shapes, shapes))
         raise TransformError(
-            f"checkpoint: call {key[1]} of {key[0]} had operands of shapes {first} at first and "
+            f"checkpoint: call {key[2]} of {key[1]} had operands of shapes {first} at first and "
             f"{again} when the function was run again; it must compute the same."
         )
     return map_tensors(Tensor.detach, saved.value)

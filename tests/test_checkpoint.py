@@ -639,6 +639,22 @@ def test_saved_results_change_no_derivative(transform: Callable[..., Any], every
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("is_within_another", [False, True])
+def test_several_calls_in_one_checkpoint_have_results_of_their_own(is_within_another: bool) -> None:
+    saving = save_results(deep, {MM: 2})
+    layer = save_results(lambda x, w: saving(x @ w, w, w), {MM: 1}) if is_within_another else saving
+
+    def layers(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = layer(x, w)
+        return x
+
+    operands = matrices(4)
+    found = torch.autograd.grad(squares(layers)(*operands), operands)
+    expected = torch.autograd.grad(layers(*operands).square().sum(), operands)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
 def test_what_was_written_into_is_computed_again() -> None:
     def scaled(x: Tensor, w: Tensor) -> Tensor:
         return torch.tanh((x @ w).mul_(2))
