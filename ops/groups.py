@@ -218,6 +218,9 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
 
         return Arriving(arrive)
 
+    def _get_backend(self, device: Any) -> None:
+        """Has none that joins messages: torch 2.14 asks that before it sends a batch of them."""
+
     def functional(self, operator: str, x: Tensor, *rest: Any) -> Any:
         """Calls a functional collective, by the name of torch's operator."""
         name = operator.split("::")[1]

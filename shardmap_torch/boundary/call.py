@@ -192,9 +192,14 @@ def run_body(
 def result_of(call: Call, out: Tree) -> Result:
     """Matches what a body has returned with its specs."""
     leaves, structure = flatten(out)
-    # The checker types dense tensors alone.
-    if call.follow is None and any([unsupported(x) for x in leaves if isinstance(x, Tensor)]):
-        _place(call, out)
+    if call.follow is None:  # the checker types dense tensors alone
+        for x in leaves:
+            if type(x) is Tensor and x.layout is torch.strided and not x.is_nested:
+                is_dense = not x.is_quantized
+            else:
+                is_dense = not (isinstance(x, Tensor) and unsupported(x))
+            if not is_dense:
+                _place(call, out)  # which says so
     ranks = [x.ndim if type(x) is Tensor else _output_signature(x) for x in leaves]
     match = call.out_matches.get((structure, call.mapped, *ranks), lambda: _place(call, out))
     return Result(leaves, match, structure)

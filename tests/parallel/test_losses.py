@@ -30,7 +30,7 @@ class Model(nn.Module):
         if options.pop("weighted", False):
             options["weight"] = self.weight
         if options.pop("weighs_entries", False):
-            options["weight"] = target.square() * self.weight
+            options["weight"] = target.square() * torch.linspace(0.5, 2, 6)
         loss: Tensor = 2 * self.loss(y, target, **options)
         return loss
 

@@ -32,6 +32,8 @@ from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import rejected
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
+from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import base_of, levels
 from shardmap_torch.core.source_location import is_own as is_of_library
 from shardmap_torch.core.torch_private.engine import (
@@ -59,7 +61,7 @@ def meet(interpreter: "Interpreter", function: Any, operands: Sequence[Any]) -> 
     """
     own = applied(function)  # torch.func wraps it in another one
     if own is not None and is_own(own):
-        node = current_autograd_node()
+        node = None if running_backward() == NO_BACKWARD else current_autograd_node()
         if node is not None and node not in interpreter.watched:
             _reject_inner(interpreter, node, own.__name__)
         if not interpreter.is_paused:

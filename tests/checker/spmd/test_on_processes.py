@@ -17,14 +17,14 @@ MODULES: Final = ("test_positions", "test_maxima", "test_vocabulary")
 
 def outcomes(module: str, names: list[str], shape: tuple[int, int]) -> dict[str, list[Tensor]]:
     """Returns what this process gets of the right programs of a test."""
-    right = import_module(f"tests.checker.spmd.values.{module}").RIGHT
+    right = import_module(f"tests.checker.spmd.{module}").RIGHT
     mesh = worker_mesh(shape, AXES) if shape != (1, 1) else ONE
     return {name: outcome_on(mesh, *right[name]) for name in names}
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_processes_give_the_values_and_gradients_of_one_device(module: str, gloo: Gloo) -> None:
-    right = import_module(f"tests.checker.spmd.values.{module}").RIGHT
+    right = import_module(f"tests.checker.spmd.{module}").RIGHT
     names = [*right][:: sized(4, 1)]
     expected = outcomes(module, names, (1, 1))
     for size, shape in sized({2: (2, 1)}, {2: (2, 1), 4: (2, 2)}).items():

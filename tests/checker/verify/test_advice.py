@@ -122,7 +122,7 @@ CASES: Final[dict[str, Case]] = {
     ),
     "gather along another dim": Case(
         lambda x, w: all_gather(x, "tp", dim=0, dst=I),
-        "gather with dim=1; or join them: torch.cat(x.chunk(2, 0), 1).",
+        "'tp' shards dim 1: gather with dim=1.",
         lambda x, w: all_gather(x, "tp", dim=1, dst=I),
     ),
     "axes in another order": Case(
