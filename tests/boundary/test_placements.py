@@ -77,10 +77,6 @@ def _sum(y: Tensor) -> Tensor:
     return y.sum(1)
 
 
-def _view(y: Tensor) -> Tensor:
-    return y.view(8, 2, 2)
-
-
 def _twice(y: Tensor) -> Tensor:
     return 2 * y
 

@@ -13,15 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 import shardmap_torch.nn.fsdp as gathers
-from shardmap_torch import (
-    Mesh,
-    P,
-    SpecError,
-    from_local,
-    make_mesh,
-    parallel,
-    parallelize,
-)
+from shardmap_torch import Mesh, P, SpecError, from_local, make_mesh, parallel, parallelize
 from tests.parallel import models
 from tests.parallel.support.plans import llama_plan, mlp_plan
 from tests.parallel.support.training import both

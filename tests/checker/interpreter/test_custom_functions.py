@@ -10,15 +10,7 @@ from torch import Tensor
 import shardmap_torch
 from shardmap_torch import I, P, R, ShardTypeError, all_reduce, convert, make_mesh, shard_map
 from shardmap_torch.collectives.autograd import TypedFunction
-from tests.checker.support.rejections import (
-    Plain,
-    SetUp,
-    U,
-    X,
-    assert_right,
-    numbers,
-    rejection,
-)
+from tests.checker.support.rejections import Plain, SetUp, U, X, assert_right, numbers, rejection
 
 
 class Summing(shardmap_torch.Function):

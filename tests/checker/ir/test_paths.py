@@ -28,23 +28,8 @@ from shardmap_torch import (
     trace,
 )
 from shardmap_torch.checker.ir.paths import LIMIT, Branches, Condition, every_path
-from tests.checker.support.branching import (
-    AUTO,
-    SPECS,
-    W,
-    X,
-    both,
-    loss,
-    plain_loss,
-    program_paths,
-)
-from tests.checker.support.rejections import (
-    ABSTRACT,
-    RANKS,
-    assert_right,
-    gradient,
-    rejection,
-)
+from tests.checker.support.branching import AUTO, SPECS, W, X, both, loss, plain_loss, program_paths
+from tests.checker.support.rejections import ABSTRACT, RANKS, assert_right, gradient, rejection
 
 # ------------------------------------------------------------------------- what users write
 

@@ -32,7 +32,6 @@ ONE: Final = make_mesh((1, 1), ("a", "b"), kind="simulated", simulate="vmap")
 ARGS: Final = (numbers(3, 4), numbers(3, 4).cos(), numbers(8, 3))
 """Weights, a direction, and rows."""
 OWN: Final = (P(), P(), P("a"))
-SHARDED: Final = (P(None, "b"), P(None, "b"), P("a"))
 
 
 def total(x: Tensor) -> Tensor:

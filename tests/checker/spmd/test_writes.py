@@ -9,12 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch import I, P, all_reduce, axis_group, axis_size
-from tests.checker.support.one_device import (
-    RANKS,
-    assert_is_one_device,
-    assert_is_refused,
-    numbers,
-)
+from tests.checker.support.one_device import RANKS, assert_is_one_device, assert_is_refused, numbers
 
 # torch renames some calls.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")

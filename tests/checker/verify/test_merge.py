@@ -7,24 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import (
-    I,
-    P,
-    R,
-    all_reduce,
-)
-from tests.checker.support.branching import (
-    SPECS,
-    W,
-    X,
-    both,
-    loss,
-    plain_loss,
-)
-from tests.checker.support.rejections import (
-    assert_right,
-    rejection,
-)
+from shardmap_torch import I, P, R, all_reduce
+from tests.checker.support.branching import SPECS, W, X, both, loss, plain_loss
+from tests.checker.support.rejections import assert_right, rejection
 
 
 def test_an_input_that_one_way_does_not_use_gets_the_spec_of_the_other() -> None:

@@ -13,12 +13,7 @@ from torch import Tensor
 from shardmap_torch import I, P, all_reduce, all_to_all, axis_group
 from shardmap_torch.checker.spmd.layout import Dim, merged
 from shardmap_torch.checker.spmd.ops.collective_rules import exchanged
-from tests.checker.support.one_device import (
-    RANKS,
-    assert_is_one_device,
-    assert_is_refused,
-    numbers,
-)
+from tests.checker.support.one_device import RANKS, assert_is_one_device, assert_is_refused, numbers
 
 # torch renames some calls.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import (
-    I,
-    P,
-    ShardTypeError,
-    all_reduce,
-    explain,
-    make_mesh,
-    shard_map,
-)
+from shardmap_torch import I, P, ShardTypeError, all_reduce, explain, make_mesh, shard_map
 from tests.support.pool import Gloo
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -165,7 +165,6 @@ def counted_bags(ids: Tensor, table: Tensor) -> Tensor:
 
 _BIAS = "adds a bias to a pending sum over 'a'"
 _KERNEL = "all positions, over which the kernel goes, and they are sharded"
-_ALIKE = "is unsharded in one operand and sharded over 'a' in another"
 
 WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
     "rows": (conv, (X[..., :4, :], KERNEL), (P(None, None, "a"), P()), P(None, None, "a"), _KERNEL),
