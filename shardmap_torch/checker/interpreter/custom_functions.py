@@ -22,6 +22,7 @@ from torch.autograd.graph import Node
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import (
+    has_saving_hooks,
     applied,
     is_own,
     name_of_hook,
@@ -132,16 +133,27 @@ def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) 
     node, reader = current_autograd_node(), sys._getframe(3)  # this, and two functions of the mode
     is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
     if is_compared and not is_of_library(reader):
-        what = name_of_hook(func)
-        raise messages.error(
-            interpreter,
-            f"check='global': {what} is used, and the steps of hooks are not compared with one "
-            "device.",
-            [],
-            "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
-            "in_types, out_types).",
-        )
+        raise _uncompared(interpreter, name_of_hook(func))
     return func(*args, **kwargs)
+
+
+def refuse_saving_hooks(interpreter: "Interpreter") -> None:
+    """Refuses, as `refuse_hooks`, an operation whose saved tensors the user's hooks may change.
+
+    Autograd's own steps are not compared: they are the derivative of a forward that is.
+    """
+    if is_observed(interpreter) and has_saving_hooks(of_users=True):
+        raise _uncompared(interpreter, "saved_tensors_hooks")
+
+
+def _uncompared(interpreter: "Interpreter", what: str) -> ShardTypeError:
+    return messages.error(
+        interpreter,
+        f"check='global': {what} is used, and the steps of hooks are not compared with one device.",
+        [],
+        "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
+        "in_types, out_types).",
+    )
 
 
 def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:

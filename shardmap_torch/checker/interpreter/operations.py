@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages, scalars
-from shardmap_torch.checker.interpreter.custom_functions import reject_unseen
+from shardmap_torch.checker.interpreter.custom_functions import refuse_saving_hooks, reject_unseen
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
 from shardmap_torch.checker.ir.fake_results import (
@@ -247,6 +247,7 @@ def _interpret(
         value = scalars.take_for_torch(interpreter, op, arguments)
         if value is not None:
             return value
+    refuse_saving_hooks(interpreter)
     interpreter.needs_ranks(rank_only_part(op, arguments))
     writes = writes_of(op, arguments)
     for name in writes:

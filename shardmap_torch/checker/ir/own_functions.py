@@ -119,9 +119,11 @@ def without_rule(function: type) -> str | None:
     return f"{function.__name__}, a Function without a rule for vmap"
 
 
-def has_saving_hooks() -> bool:
-    """Returns whether hooks for tensors that autograd saves are active."""
-    return top_saved_tensors_hooks(True) is not None
+def has_saving_hooks(of_users: bool = False) -> bool:
+    """Returns whether hooks for tensors that autograd saves are active; those of users, if asked."""
+    top = top_saved_tensors_hooks(True)
+    module = str(getattr(top[0], "__module__", "")) if top is not None else ""
+    return top is not None and not (of_users and module.startswith("torch."))
 
 
 def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 
 import shardmap_torch
@@ -457,3 +458,27 @@ def test_a_checkpoint_in_another_runs_as_it_was_checked() -> None:
         for f in (mapped(body, RANKS, P()), lambda x, w: x.sin().sum(0) * w[:, 0])
     )
     torch.testing.assert_close(found, expected)
+
+
+PACKS: Final[dict[str, tuple[bool, Callable[..., Any]]]] = {
+    "keeps": (True, lambda x: saved_tensors_hooks(Tensor.clone, lambda saved: saved)),
+    "of torch": (True, lambda x: save_on_cpu()),
+    "a local size": (False, lambda x: saved_tensors_hooks(lambda t: t * len(x), lambda t: t)),
+    "a local norm": (False, lambda x: saved_tensors_hooks(lambda t: t, lambda t: t / x.norm())),
+}
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_what_hooks_make_of_saved_tensors_is_tried(name: str) -> None:
+    is_right, hooks = PACKS[name]
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        with hooks(x.detach()):
+            return x @ w
+
+    f, w = mapped(body, ABSTRACT, P("dp")), W.clone().requires_grad_()
+    if is_right:
+        assert bool(check_program(f, X, w).tried) == (name == "keeps")
+        return
+    with pytest.raises(ShardTypeError, match="saved_tensors_hooks is used"):
+        check_program(f, X, w)
