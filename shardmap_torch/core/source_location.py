@@ -1,11 +1,12 @@
 """Source locations in the user's code."""
 
+import ast
 import contextlib
 import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import unwrap
@@ -215,3 +216,43 @@ def user_call() -> tuple[FrameType, FrameType] | None:
 def is_own(frame: FrameType) -> bool:
     """Returns whether a frame runs code of this package."""
     return frame.f_code.co_filename.startswith(_OWN[:3])
+
+
+def answer_that_raises() -> bool | None:
+    """Returns the value of the condition that is asked for by which its statement only raises.
+
+    That is `assert condition` or `if condition: raise ...`, in any code but this package's; of all
+    other statements None.
+    """
+    asking = next((each for each in _outwards(sys._getframe(1)) if not is_own(each)), None)
+    if asking is None:
+        return None
+    positions = list(asking.f_code.co_positions())
+    return _checks(asking.f_code.co_filename).get(positions[asking.f_lasti // 2])
+
+
+@lru_cache(maxsize=64)
+def _checks(file: str) -> Mapping[object, bool]:
+    """Returns where statements that only check a condition ask for it, in a file."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}
+    found: dict[object, bool] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(test=test):
+                raising = False
+            case ast.If(test=test, body=[ast.Raise()]):
+                raising = True
+            case _:
+                continue
+        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            raising, test = not raising, test.operand
+        if not isinstance(test, ast.BoolOp):  # whose operands Python places alike
+            found |= dict.fromkeys(map(_span, (node, test)), raising)
+    return found
+
+
+def _span(node: ast.stmt | ast.expr) -> object:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset

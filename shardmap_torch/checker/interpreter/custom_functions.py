@@ -22,8 +22,8 @@ from torch.autograd.graph import Node
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import (
-    has_saving_hooks,
     applied,
+    has_saving_hooks,
     is_own,
     name_of_hook,
     name_of_own,

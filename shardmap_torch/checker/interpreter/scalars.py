@@ -1,7 +1,7 @@
 """Handles Python values read from tensors: `.item()`, `bool(x)`, `if x:`, `torch.equal`.
 
 They must be equal on all ranks. The result is a symbolic number, or a branch of which both paths
-are interpreted.
+are interpreted. A bool may differ where nothing but an error hangs on it, as in `assert`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,10 @@ from shardmap_torch.checker.ir.paths import SymbolicNumber
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.functorch import is_batched
+from shardmap_torch.core.source_location import answer_that_raises
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.errors import show_shape
+from shardmap_torch.errors import ShardTypeError, show_shape
+from shardmap_torch.types import Partial
 
 if TYPE_CHECKING:  # for annotations; the interpreter calls this module
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -31,8 +33,15 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
     Raises:
         ShardTypeError: the ranks would get different values.
     """
-    result_types(interpreter, op, arguments, [])
     tensors = [x for value in arguments.values() for x in tensors_of(value)]
+    raising, refusal = None, None
+    try:
+        result_types(interpreter, op, arguments, [])
+    except ShardTypeError as error:
+        types = {each for x in tensors for each in interpreter.storage_type(x).types}
+        raising, refusal = answer_that_raises(), error
+        if raising is None or Partial in types or _kind(op, tensors) is not bool:
+            raise
     interpreter.copies.reject_stale(interpreter.name, tensors)
     if all(getattr(x, "constant", None) is not None for x in tensors):
         with interpreter.paused():
@@ -45,7 +54,9 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
         name = "item" if op is ITEM else op._schema.name.split("::")[1]
         site, backward = interpreter.site()
         interpreter.add(Equation(f"{number.text} = {name}", tuple(uses), (), site, backward))
-        interpreter.observer.on_python_value(name, tensors)
+        interpreter.observer.on_python_value(name, tensors, raising)
+    if raising is not None and refusal is not None:
+        interpreter.numbers.branches.must_raise(number.text, raising, refusal)
     return number
 
 

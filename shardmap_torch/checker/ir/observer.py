@@ -123,8 +123,10 @@ class Observer:
     def on_python_result(self, path: str, value: object) -> None:
         """Observes a result of the body that is no tensor."""
 
-    def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Observes a Python value read from tensors."""
+    def on_python_value(
+        self, name: str, tensors: Sequence[Tensor], raising: bool | None = None
+    ) -> None:
+        """Observes a Python value read from tensors; `raising` is that by which the body raises."""
         self.on_step(f"{VALUE} {name}", {"tensors": tensors}, [])
 
     def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:

@@ -120,7 +120,7 @@ def without_rule(function: type) -> str | None:
 
 
 def has_saving_hooks(of_users: bool = False) -> bool:
-    """Returns whether hooks for tensors that autograd saves are active; those of users, if asked."""
+    """Returns whether hooks for tensors that autograd saves are active, which are of users'."""
     top = top_saved_tensors_hooks(True)
     module = str(getattr(top[0], "__module__", "")) if top is not None else ""
     return top is not None and not (of_users and module.startswith("torch."))
@@ -133,8 +133,7 @@ def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
     """
     indices = arguments.get("indices")
     masks = indices if isinstance(indices, list | tuple) else ()
-    # `_neg_view` is what z.conj().imag calls.
-    if op is torch.ops.aten._neg_view.default or any(
+    if op in _ALONE or any(
         isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks
     ):
         return op._schema.name.removeprefix("aten::")
@@ -143,12 +142,22 @@ def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
     return "" if is_rank_only(op) else None
 
 
+_ALONE: Final = frozenset(
+    {  # `_neg_view` is what z.conj().imag calls
+        torch.ops.aten._neg_view.default,
+        torch.ops.aten._assert_async.default,
+        torch.ops.aten._assert_async.msg,
+    }
+)
+"""Operators that torch has no batching rule for."""
+
+
 @lru_cache(maxsize=4096)
 def is_rank_only(op: OpOverload) -> bool:
     """Returns whether no batched body can call an operator, whatever its arguments."""
     if any(argument.is_out for argument in op._schema.arguments):
         return True
-    return op is torch.ops.aten._neg_view.default or op._schema.name.startswith("aten::_foreach_")
+    return op in _ALONE or op._schema.name.startswith("aten::_foreach_")
 
 
 def takes_vmap(function: type) -> bool:

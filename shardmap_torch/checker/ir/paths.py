@@ -98,6 +98,8 @@ class Branches:
         self.taken: list[Branch] = []
         self._known: list[tuple[Condition, bool]] = []
         self._ended = False
+        self._must_raise: dict[str, tuple[bool, ShardTypeError]] = {}
+        self._due: ShardTypeError | None = None
         self.refusal: ShardTypeError | TransformError | None = None
 
     def end(self) -> None:
@@ -125,6 +127,15 @@ class Branches:
         if self.refusal is not None:
             raise self.refusal from None
 
+    def must_raise(self, subject: str, answer: bool, error: ShardTypeError) -> None:
+        """Notes that a path on which a number has this answer must raise, or it has this error."""
+        self._must_raise[subject] = answer, error
+
+    def require_raised(self) -> None:
+        """Raises the error of an answer on which this path had to raise, as it has not."""
+        if self._due is not None:
+            raise self._due
+
     def again(self) -> "Branches":
         """Returns new branches for the same path."""
         same = Branches(self.name, self._answers, self._others)
@@ -150,6 +161,8 @@ class Branches:
         answer = self._answers[number] if number < len(self._answers) else True
         self.taken.append(Branch(str(condition), answer, call_site()))
         self._known.append((condition, answer))
+        raising, error = self._must_raise.get(condition.subject, (None, None))
+        self._due = self._due or (error if answer is raising else None)
         if self._others + 1 + len(self.taken) - len(self._answers) > LIMIT:
             self.refuse(
                 f"there are more than {LIMIT} paths through the branches on numbers taken from "

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from torch.distributions import Distribution
-
 from shardmap_torch.core.source_location import is_running
 from shardmap_torch.core.torch_private.engine import FakeTensor
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
@@ -93,10 +91,6 @@ _READING: Final[Sequence[tuple[object, str]]] = (
         FakeTensor.tolist,
         "keep them a tensor: ragged_all_to_all takes the numbers of rows that ranks send one "
         "another so, as all_to_all_single takes them as a list.",
-    ),
-    (
-        Distribution.__init__,
-        "leave out the look at the values: distributions take validate_args=False.",
     ),
 )
 """Advice about functions of torch that look at values."""

@@ -167,13 +167,22 @@ class Relation(Observer):
         found = sums.scaled(copies, NO_AXES, self._operations.at(COPIES))
         return replace(found, partial=sums.partial | equal)
 
-    def on_python_value(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Requires that a Python value comes from tensors that are unsharded on every rank."""
+    def on_python_value(
+        self, name: str, tensors: Sequence[Tensor], raising: bool | None = None
+    ) -> None:
+        """Requires that a Python value comes from tensors that are unsharded on every rank.
+
+        Where it makes the body raise, it is enough that it does so on one rank.
+        """
+        suffices = {True: "max", False: "min", None: ""}[raising]
         with self._judged(f"{VALUE} {name}", [("tensor", x) for x in tensors]) as live:
             if live:
                 refs = self._take(f"{VALUE} {name}").arguments["tensors"]
                 for tensor, ref in zip(tensors, refs, strict=True):
-                    self._notes.require(tensor, ref, P())
+                    sums = self._notes.sums(tensor)
+                    if sums.partial or not sums.loose <= sums.over(suffices):
+                        self._notes.require(tensor, ref, P())
+                    self._notes.find(tensor, ref, "it")
 
     def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Requires that the arguments of per-rank code are sharded as it declares."""

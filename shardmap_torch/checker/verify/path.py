@@ -175,6 +175,7 @@ def _verify(request: Request, branches: Branches, one: "OneDevice | None") -> Pa
         # 2. The body runs: each operation is typed, and compared with that on one device.
         try:
             result = made.run_body(inputs)
+            branches.require_raised()
         except Exception as error:  # the user's code may raise anything
             require_end_of_path(request, branches, error)
             equations = tuple(interpreter.equations)

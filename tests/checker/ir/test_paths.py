@@ -6,11 +6,12 @@ device, gradients included.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardmap_torch import (
     I,
@@ -547,3 +548,88 @@ def test_two_numbers_are_compared_alike_from_either_side() -> None:
     mapped = shard_map(body, mesh=ABSTRACT, in_specs=(P(), P()), out_specs=P())
     check_program(mapped, torch.ones(()), torch.ones(()))
     assert asked == {(True, True), (False, False)}
+
+
+# -------------------------------------------------------------- values that are only looked at
+
+
+def below(x: Tensor, bound: float = 0.0) -> Tensor:
+    if (x.detach() < bound).any():
+        raise ValueError("below")
+    return x * 2
+
+
+def finite(x: Tensor) -> Tensor:
+    assert torch.isfinite(x).all(), "not finite"
+    return x * 2
+
+
+def distribution(x: Tensor) -> Tensor:
+    return torch.distributions.Normal(x, x.exp(), validate_args=True).log_prob(x * 0)
+
+
+def caught(x: Tensor) -> Tensor:
+    try:
+        return below(x)
+    except ValueError:
+        return x
+
+
+def kept(x: Tensor) -> Tensor:
+    is_right = (x > 0).all().item()
+    assert is_right
+    return x * 2 if is_right else x
+
+
+def asked_first(x: Tensor) -> Tensor:
+    if (x < 0).any() or all_reduce(x.sum(), "tp", dst=I) > 9:
+        raise ValueError
+    return x * 2
+
+
+def none_above(x: Tensor) -> Tensor:
+    if not (x > 0).any():  # on one device one of all rows is enough
+        raise ValueError
+    return x * 2
+
+
+LOOKS: Final[dict[str, tuple[Callable[[Tensor], Tensor], Any]]] = {
+    "raise": (below, "global"),
+    "assert": (finite, "global"),
+    "in torch": (distribution, "global"),
+    "of a loss": (
+        lambda x: functional.gaussian_nll_loss(x, x * 0, x * x + 1, reduction="none"),
+        "global",
+    ),
+    "on the device": (lambda x: torch._assert_async((x > 0).all()) or x * 2, "global"),
+    "another one on one device": (none_above, True),
+    "caught": (caught, False),
+    "kept": (kept, False),
+    "asked before a collective": (asked_first, False),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_check_of_values_may_differ_if_all_that_it_does_is_raise(name: str) -> None:
+    body, accepted = LOOKS[name]
+    x = X.detach().abs() + 1
+    for check in (True, "global"):
+        options: Any = {"mesh": RANKS, "in_specs": P("tp"), "out_specs": P("tp"), "check": check}
+        mapped = shard_map(body, **options)
+        if accepted in (check, "global"):
+            torch.testing.assert_close(mapped(x), body(x))
+        else:
+            with pytest.raises(ShardTypeError, match=r"Python value"):
+                mapped(x)
+
+
+@pytest.mark.parametrize("body", [below, finite])
+def test_a_check_of_values_raises_on_the_rank_that_fails_it_in_each_call(body: Any) -> None:
+    mapped = shard_map(body, mesh=RANKS, in_specs=P("tp"), out_specs=P("tp"))
+    right = X.detach().abs() + 1
+    wrong = right.clone()
+    wrong[-1, -1] = -math.inf
+    for _ in range(3):  # later calls run what was recorded, if anything was
+        mapped(right)
+        with pytest.raises((ValueError, AssertionError), match=r"below|not finite"):
+            mapped(wrong)
