@@ -102,13 +102,14 @@ def _read_gather(
     return one
 
 
-def gather_starter(axis: Axis) -> Callable[[Tensor], "Callable[[Tensor], Tensor] | None"] | None:
-    """Returns what starts `all_gather(x, axis, tiled=False, dst=R)` for a result needed later.
+def gather_starter(axis: Axis) -> Callable[..., "Callable[[Tensor], Tensor] | None"] | None:
+    """Returns what starts `all_gather(x, axis, dim=dim, tiled=tiled, dst=R)` for later.
 
     Returns:
-        A function of `x`, or None where nothing can be under way: on simulated ranks, while a body
-        is checked or compiled, under vmap and forward mode. It returns what takes `x` again, with
-        its gradient, waits, and returns the result, or None if this `x` is not sent as it is.
+        A function of `x`, `dim` and `tiled`, or None where nothing can be under way: on simulated
+        ranks, while a body is checked or compiled, under vmap and forward mode. It returns what
+        takes `x` again, with its gradient, waits, and returns the result, or None if this `x` is
+        not sent as it is.
 
     Example:
         >>> from shardmap_torch import P, make_mesh, shard_map
@@ -122,10 +123,9 @@ def gather_starter(axis: Axis) -> Callable[[Tensor], "Callable[[Tensor], Tensor]
     begin = getattr(scope.backend, "start_gather", None)
     if begin is None or torch.compiler.is_compiling() or is_transformed_otherwise():
         return None
-    plain = _gather((), axes, R, 0, False, None)
 
-    def start(x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        collective = for_operand(plain, x)
+    def start(x: Tensor, dim: int = 0, tiled: bool = False) -> Callable[[Tensor], Tensor] | None:
+        collective = for_operand(_gather((), axes, R, dim, tiled, None), x)
         finish = begin(collective, base_of(x))
         return None if finish is None else partial(_finish, axis, Started(collective, [finish]))
 

@@ -1,5 +1,6 @@
 """checkpoint: the same values and gradients with less saved, wherever it runs."""
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from shardmap_torch import (
     axis_index,
     checkpoint,
     convert,
+    full,
     make_mesh,
     nn,
     save_results,
@@ -680,24 +682,35 @@ def test_saved_results_of_other_shapes_are_rejected() -> None:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("check", ["local", "global", False])
-def test_layers_that_save_results_have_the_gradients_without(ranks: int, check: Any) -> None:
-    specs, mesh = {"w": P("dp")}, make_mesh((ranks,), ("dp",), kind="simulated")
-
-    def run(layer: Call) -> Any:
-        def loss(layers: Any, x: Tensor) -> Tensor:
-            y = nn.fsdp_layers(layer, layers, x, specs=specs, axis="dp")
-            return all_reduce(y.square().sum(), "dp", dst=I)
-
-        in_specs, out_specs = ([specs] * 3, P("dp")), (P(), [specs] * 3)
-        step = shard_map(
-            value_and_grad(loss), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check
-        )
-        x, *weights = [x.detach() for x in matrices(4)]
-        return step([{"w": w} for w in weights], x)
+def layers_that_save(check: Any, **kind: Any) -> None:
+    """Compares loss and gradients of layers, whose results may be saved, with one device."""
 
     def layer(params: Any, x: Tensor) -> Tensor:
-        return torch.tanh(x @ params["w"])
+        return deep(x, params["w"])
 
-    torch.testing.assert_close(run(save_results(layer, {MM: 1})), run(layer), rtol=0, atol=1e-13)
+    def total(run: Call, options: Any, params: Any, x: Tensor) -> Tensor:
+        y = nn.fsdp_layers(run, params, x, axis="dp", **options)
+        return all_reduce(y.square().sum(), "dp", dst=I)
+
+    mesh, leaves = make_mesh((2,), ("dp",), **kind), matrices(4)
+    loss = deep(*leaves).square().sum()
+    expected = loss, *torch.autograd.grad(loss, leaves[1:])
+    x, *weights = [leaf.detach() for leaf in leaves]
+    for spec, recompute in itertools.product((P("dp"), P(None, "dp")), (True, False)):
+        layers = [{"w": spec}] * 3
+        specs: Any = {"in_specs": (layers, P("dp")), "out_specs": (P(), layers)}
+        for run in (layer, save_results(layer, {MM: 1})):
+            step = value_and_grad(partial(total, run, {"specs": spec, "recompute": recompute}))
+            f = shard_map(step, mesh=mesh, check=check, **specs)
+            value, found = full(f([{"w": w} for w in weights], x))
+            got = value, *[params["w"] for params in found]
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("check", ["local", "global", False])
+@pytest.mark.parametrize("kind", ["vmap", "ranks", "processes"])
+def test_layers_that_save_results_are_one_device(check: Any, kind: Any, gloo: Gloo) -> None:
+    if kind == "processes":
+        gloo(2).run(layers_that_save, check)
+    else:
+        layers_that_save(check, kind="simulated", simulate=kind)

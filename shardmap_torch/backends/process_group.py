@@ -22,6 +22,7 @@ from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
 from shardmap_torch.core.caching import Memo, constant, lazy
 from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.torch_private.engine import current_graph_task_id, is_profiling
 from shardmap_torch.mesh import Mesh
 
@@ -136,9 +137,9 @@ class ProcessGroupBackend(RankBackend):
         return on_wire(line, collective, x)
 
     def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
-        """Starts an untiled gather along dim 0; returns what waits for it, None where it must not.
+        """Starts a gather of equal shards; returns what waits for it, None where it must not.
 
-        The result is stacked as it arrives: nothing may read it before the wait.
+        What arrives is stacked: nothing may read it before the wait.
 
         Raises:
             CommunicationError: torch.distributed failed, as when a peer is gone.
@@ -156,12 +157,14 @@ class ProcessGroupBackend(RankBackend):
     def _finish(self, line: Line, collective: Collective, finish: Callable[[], Tensor]) -> Tensor:
         control = current()
         if control is None:
-            return finish()
-        control.resume(line.rank_group)
-        try:
-            return finish()
-        except (RuntimeError, StuckError) as error:
-            control.fail(f"{collective} on the {self.mesh}", error)
+            stacked = finish()
+        else:
+            control.resume(line.rank_group)
+            try:
+                stacked = finish()
+            except (RuntimeError, StuckError) as error:
+                control.fail(f"{collective} on the {self.mesh}", error)
+        return unviewed(gather(stacked, collective.dim, collective.tiled, None))
 
     def site(self) -> Site | None:
         """Returns the user's line of this collective, or of the call of the backward."""

@@ -176,16 +176,15 @@ def transfer_all(
     result = list(leaves)
     if stage.is_empty:
         return result
-    transfers = stage.transfers
     for places in _groups_of(stage, leaves):
         under_way = begun.get(places) if begun else None
-        group = [transfer for transfer in [transfers[at] for at in places] if transfer is not None]
+        group = [each for each in [stage.transfers[at] for at in places] if each is not None]
         values = [leaves[place] for place in places]
-        if len(places) == 1 and under_way is None:
-            result[places[0]] = group[0].run(values[0], comm_dtype)
-            continue
-        move = partial(_move_group, group, bucket_bytes, comm_dtype, lends, under_way)
-        moved = _move_in_region(move, group, values)
+        if len(places) > 1:
+            move = partial(_move_group, group, bucket_bytes, comm_dtype, lends, under_way)
+            moved = _move_in_region(move, group, values)
+        else:
+            moved = ((under_way or partial(group[0].run, comm_dtype=comm_dtype))(values[0]),)
         for place, value in zip(places, moved, strict=True):
             result[place] = value
     return result
@@ -200,9 +199,11 @@ def begin_gathers(
         return None
     found: dict[tuple[int, ...], Begun] = {}
     for places in _groups_of(stage, leaves):
-        transfers = [stage.transfers[at] for at in places]
-        fronts = [_front(leaves[at], t) for at, t in zip(places, transfers, strict=True)]
-        found[places] = start(torch.cat([x.reshape(-1) for x in fronts]))
+        first, *others = [(leaves[at], stage.transfers[at]) for at in places]
+        if others or first[1] is None:
+            found[places] = start(torch.cat([_front(*x).reshape(-1) for x in (first, *others)]))
+        else:  # as `transfer_all` gathers it
+            found[places] = start(first[0], first[1].dim, tiled=True)
     return found
 
 

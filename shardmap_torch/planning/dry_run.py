@@ -324,7 +324,7 @@ class _Dry(RankBackend):
         if num_ranks == 1:
             return None
         number = len(self._tape.run.steps)
-        shape = (num_ranks, *x.shape)
+        shape = MOVEMENTS[collective.move].shape(collective, tuple(x.shape), num_ranks)
         y = self._tape.message(collective.move, collective, x, shape, num_ranks, number)
         return partial(self._finish, collective, number, [y])
 

@@ -1,6 +1,7 @@
 """Sharded parameters are gathered in one message, and their gradients scattered in one."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,14 +45,9 @@ def two_on_one_device(x: Tensor, *params: Tensor) -> Tensor:
     return one_device(one_device(x, *params[:3]), *params[3:])
 
 
-def three_layers(x: Tensor, *params: Tensor) -> Tensor:
+def three_layers(x: Tensor, *params: Tensor, recompute: bool = True) -> Tensor:
     layers = [dict(zip(SPECS, params[i : i + 3], strict=True)) for i in range(0, 9, 3)]
-    return fsdp_layers(mlp, layers, x, axis="tp", specs=SPECS)
-
-
-def three_layers_kept(x: Tensor, *params: Tensor) -> Tensor:
-    layers = [dict(zip(SPECS, params[i : i + 3], strict=True)) for i in range(0, 9, 3)]
-    return fsdp_layers(mlp, layers, x, axis="tp", specs=SPECS, recompute=False)
+    return fsdp_layers(mlp, layers, x, axis="tp", specs=SPECS, recompute=recompute)
 
 
 def three_on_one_device(x: Tensor, *params: Tensor) -> Tensor:
@@ -81,20 +77,16 @@ CASES = {
         P("tp"),
         (X, *PARAMS, *(p + 1 for p in PARAMS)),
     ),
-    "layers": Case(
-        three_layers,
-        three_on_one_device,
-        (*IN_SPECS, *SPECS.values(), *SPECS.values()),
-        P("tp"),
-        (X, *PARAMS, *(p + 1 for p in PARAMS), *(p - 1 for p in PARAMS)),
-    ),
-    "layers kept": Case(
-        three_layers_kept,
-        three_on_one_device,
-        (*IN_SPECS, *SPECS.values(), *SPECS.values()),
-        P("tp"),
-        (X, *PARAMS, *(p + 1 for p in PARAMS), *(p - 1 for p in PARAMS)),
-    ),
+    **{
+        name: Case(
+            partial(three_layers, recompute=recompute),
+            three_on_one_device,
+            (*IN_SPECS, *SPECS.values(), *SPECS.values()),
+            P("tp"),
+            (X, *PARAMS, *(p + 1 for p in PARAMS), *(p - 1 for p in PARAMS)),
+        )
+        for name, recompute in (("layers", True), ("layers kept", False))
+    },
     "with tensor parallelism": Case(
         with_tensor_parallelism,
         one_device,
