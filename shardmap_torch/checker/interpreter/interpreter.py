@@ -133,6 +133,7 @@ class TypeStore:
         ending_levels: those of transforms that take their gradients, and do not differentiate the
             backwards by which they do.
         running: the backwards that the checker has started, and that run.
+        unversioned: storages of which the body has `.data`: writes that autograd does not see.
         switches: in code that a checkpoint runs for the first time, and no gradients are recorded,
             what gradients have been switched to in it; else None.
     """
@@ -155,6 +156,7 @@ class TypeStore:
         self._differentiated: set[int] = set()
         self._by_level: dict[int, Token] = {}
         self.running: list[int] = []
+        self.unversioned: set[int] = set()
         self.switches: tuple[bool, ...] | None = None
         # State of the user's own code that autograd runs; see `user_code`.
         self.keeps_values = False

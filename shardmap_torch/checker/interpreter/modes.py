@@ -31,6 +31,7 @@ from shardmap_torch.checker.interpreter.interpreter import (
     running,
 )
 from shardmap_torch.checker.interpreter.operations import Operations
+from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.own_functions import (
     GRAD_FN,
     HOOKS,
@@ -154,12 +155,10 @@ class _Functions(TorchFunctionMode):
             self._interpreter.needs_ranks(without_rule(args[0]))
         if self._interpreter.keeps_values:
             custom_functions.remember(self._interpreter, [*args, *kwargs.values()])
-        if func in UNBATCHED or (
-            func in HOOKS and not (func == GRAD_FN and is_own(sys._getframe(2)))
-        ):
-            self._interpreter.needs_ranks(name_of_hook(func) if func in HOOKS else "")
-        if func is scaled_dot_product_attention and _lacks_gradient_of_mask(*args, **kwargs):
-            self._interpreter.needs_ranks("attention with a mask that needs a gradient")
+        asks_itself = func == GRAD_FN and is_own(sys._getframe(2))
+        lacking = None if asks_itself else _what_only_ranks_run(func, args, kwargs)
+        if lacking is not None:
+            self._interpreter.needs_ranks(lacking)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
@@ -176,7 +175,7 @@ class _Functions(TorchFunctionMode):
         if func in MAY_COPY and args:
             out = self._interpreter.copies.relate(self._interpreter, args[0], out)
         if isinstance(out, Tensor | tuple | list):
-            self._note(args, out)
+            self._note(func, args, out)
         if given is not None:
             _forget([*args, out])
         return rank_numbers.marked(self._interpreter, called, args, kwargs, out)
@@ -200,7 +199,9 @@ class _Functions(TorchFunctionMode):
         finally:
             self._interpreter.function = before
 
-    def _note(self, args: Sequence[Any], out: Any) -> None:
+    def _note(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        if func in UNBATCHED:
+            self._interpreter.unversioned.add(address_of(base_of(out)))
         results = [t for t in tensors_of(out) if not any(x.requires_grad for x in levels(t))]
         if results:
             given = {id(base_of(t)) for value in args for t in tensors_of(value)}
@@ -233,7 +234,21 @@ def _forget(found: Sequence[Any]) -> None:
             converter.invalidate_constant_aliases(base.constant)
 
 
+def _what_only_ranks_run(func: Any, args: Any, kwargs: Any) -> str | None:
+    """Returns what a message calls what no batched body can call; None if one can."""
+    if func in HOOKS:
+        return name_of_hook(func)
+    if func is scaled_dot_product_attention and _lacks_gradient_of_mask(*args, **kwargs):
+        return "attention with a mask that needs a gradient"
+    return "" if func in UNBATCHED else None
+
+
 def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    """Lets `x.data -= y` be, which sets what `x.data` is already after the write."""
+    old, new = [interpreter.base(x) for x in args]
+    same = [(x.shape, x.dtype, x.stride(), x.storage_offset()) for x in (old, new)]
+    if address_of(old) == address_of(new) and same[0] == same[1]:
+        return None
     raise ShardTypeError(
         f"{interpreter.name}: .data of a tensor is set at {call_site()}: it gives the tensor other "
         "memory, which types belong to.\nFix: give the new value a name of its own."

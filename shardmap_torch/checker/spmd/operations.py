@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.repairs import is_divided
 from shardmap_torch.checker.rules.infer import Types, draws, named_tensors, type_results
 from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
@@ -288,10 +289,21 @@ class Operations:
         if call.written and not self._is_overwritten(call, result, number, shard, sums):
             # Sums that are pending in the rest of the storage stay pending.
             sums = replace(sums, loose=sums.loose | self._notes.sums(result).loose)
+        if call.written and not sums.is_finished:
+            self._reject_unseen(result)
         self._notes.note(result, number, shard)
         if not self._notes.knows_sums(result) or call.written:
             self._reject_gradients(call.arguments)
             self._notes.set_sums(result, sums)
+
+    def _reject_unseen(self, tensor: Tensor) -> None:
+        """Refuses what is not the value on one device where autograd may have saved another."""
+        if address_of(tensor) in self._interpreter.unversioned:
+            raise UnrelatedError(
+                "it writes through .data, which autograd does not see, what is not the value on "
+                "one device, and backwards may read it",
+                "write into a clone, which no backward has saved.",
+            )
 
     def _carried(self, call: PairedCall) -> Extrema:
         """Returns the extrema that are pending of results, as they are of operands."""

@@ -52,6 +52,15 @@ def side_by_side(x: Tensor) -> Tensor:
     return out.sin()
 
 
+def stepped(x: Tensor) -> Tensor:
+    """Takes a step as hand-written loops do: `x.data -= y` sets what it is already."""
+    leaf = x.detach().clone().requires_grad_()
+    leaf.sin().sum().backward()
+    assert leaf.grad is not None
+    leaf.data -= 0.1 * leaf.grad
+    return leaf.detach() * x
+
+
 def read_as_views(x: Tensor) -> Tensor:
     out = torch.zeros(x.shape[0], 8, dtype=x.dtype)
     same, turned = out.detach(), out.t()
@@ -82,6 +91,7 @@ RIGHT: Final[dict[str, tuple[Body, P]]] = {
     "two parts": (side_by_side, P("a")),
     "views of zeros": (read_as_views, P("a")),
     "a part of ones": (of_ones, P("a")),
+    "a step on .data": (stepped, P("a")),
     "reduce_scatter_tensor": (scattered, P("a")),
 }
 
@@ -121,11 +131,27 @@ def drawn(x: Tensor) -> Tensor:
     return x.detach() * torch.empty(x.shape[0], 8, dtype=x.dtype).normal_()
 
 
+def scaled_behind_autograd(x: Tensor) -> Tensor:
+    y = x.exp()
+    z = y * 1
+    y.data.mul_(x.shape[0])  # the backward of exp reads it
+    return z
+
+
+def summed_behind_autograd(x: Tensor) -> Tensor:
+    y = x.sum(0).mul(0).exp()
+    z = y * x
+    y.data.copy_(x.sum(0))
+    return z
+
+
 WRONG: Final[dict[str, tuple[Body, P, str]]] = {
     "a number beside a sum": (sum_beside_a_number, P(), "pending sum into finished"),
     "a sum beside ones": (sum_beside_ones, P(), "pending sum into finished"),
     "a sum in ones": (sum_in_scaled_ones, P(), "counted once per rank"),
     "rows of another axis": (other_axis, P("b"), "is sharded over 'a', and|promises"),
+    "a number, unseen": (scaled_behind_autograd, P("a"), r"writes through \.data"),
+    "a sum, unseen": (summed_behind_autograd, P("a"), r"writes through \.data|pending sum"),
     "draws": (drawn, P("a"), "writes a value|of its own|differ between ranks"),
 }
 
