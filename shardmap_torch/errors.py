@@ -149,30 +149,28 @@ def read_names(value: object) -> tuple[str, ...] | None:
 
 
 def listing(head: str, problems: Sequence[str]) -> str:
-    """Joins a headline and its offenders, one line each; alike ones in one if they are many.
+    """Joins a headline and its offenders, one line each; more than three alike ones in one.
 
     Example:
-        >>> print(listing("2 specs do not match:", ["x: too long", "y: too short"]))
-        2 specs do not match:
-          x: too long
-          y: too short
+        >>> print(listing("Specs do not match:", [*(f"{x}: too long" for x in "abcde"), "y: bad"]))
+        Specs do not match:
+          a, b, c and 2 more: too long
+          y: bad
     """
-    lines = list(problems) if len(problems) < MAX_LINES else _alike(problems)
+    lines = _folded(problems)
     if len(lines) >= MAX_LINES:
         left = len(lines) - MAX_LINES + 2
         lines = [*lines[: MAX_LINES - 2], f"... and {left} more"]
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
-def _alike(problems: Sequence[str]) -> list[str]:
-    """Joins the problems that are the same for several leaves, which a path and a colon name."""
-    leaves: dict[str, list[str]] = {}
+def _folded(problems: Sequence[str]) -> list[str]:
+    """Joins more than three problems that are the same for leaves, which a path and a colon name."""
+    groups: dict[str, list[str]] = {}
     for problem in problems:
-        leaf, _, what = problem.partition(": ")
-        leaves.setdefault(what, []).append(leaf)
-    return [
-        f"{', '.join(names[:3])}"
-        + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        + (f": {what}" if what else "")
-        for what, names in leaves.items()
-    ]
+        groups.setdefault(problem.partition(": ")[2] or problem, []).append(problem)
+    lines: list[str] = []
+    for what, alike in groups.items():
+        leaves = ", ".join(problem.partition(": ")[0] for problem in alike[:3])
+        lines += [f"{leaves} and {len(alike) - 3} more: {what}"] if alike[3:] else alike
+    return lines

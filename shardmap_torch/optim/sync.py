@@ -239,15 +239,14 @@ def _check_types(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
         if complete:
             names = ", ".join(map(repr, complete))
             problems.append(
-                f"{path}: is equal on all ranks of {names}, complete already; sum it once, or, if "
-                f"its layer does, name {names} in invariant= of its spec, {spec!r}"
+                f"{path} ({spec!r}): equal on all ranks of {names}, complete already; sum it once, "
+                f"or, if its layer does, name {names} in invariant= of its spec"
             )
         if also_pending:
             names = ", ".join(map(repr, also_pending))
             problems.append(
-                f"{path}: is pending over {names} too; reduce over {names} what its layer returns, "
-                "if that lacks it, or name it in axis=, or in replicate= of its spec, "
-                f"{spec!r}"
+                f"{path} ({spec!r}): pending over {names} too; reduce over {names} what its layer "
+                "returns, if that lacks it, or name it in axis=, or in replicate= of its spec"
             )
     if problems:
         site = call_site()
@@ -268,11 +267,11 @@ def _check_means(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
         return
     (_, gradient, axis), *_ = found
     head = (
-        f"sync_gradients at {call_site()}: check='global': the loss is the mean of each rank's "
-        f"part, and sums of its gradients over {axis!r} are too large by the number of ranks:"
+        f"sync_gradients at {call_site()}: check='global': the loss is the mean of each rank's part:"
     )
+    wrong = f"a sum over {axis!r} would be too large by the number of ranks"
     error = ShardTypeError(
-        listing(head, [path for path, *_ in found])
+        listing(head, [f"{path}: {wrong}" for path, *_ in found])
         + f"\nFix: return all_reduce(loss, {axis!r}, dst=I, op='mean') from what is differentiated."
     )
     propose_mean(error, gradient, axis)

@@ -165,7 +165,7 @@ def test_a_sum_of_wrong_type_shows_on_processes_in_every_gradient(
 def test_the_checker_rejects_a_missing_sum_and_names_the_gradient() -> None:
     with (
         mock.patch.object(step, "sync_gradients", _forgetting),
-        pytest.raises(ShardTypeError, match=r"final_norm.* is pending over 'tp' too"),
+        pytest.raises(ShardTypeError, match=r"final_norm.*: pending over 'tp' too"),
     ):
         on_mesh((2, 4))
 

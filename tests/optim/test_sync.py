@@ -143,16 +143,16 @@ def test_gradients_that_are_pending_otherwise_are_an_error_that_names_each_of_th
         return sync_gradients({"w1": grads["w1"]}, SPECS["w1"], "dp")
 
     forgotten_fix = (
-        "is pending over 'tp' too; reduce over 'tp' what its layer returns, if that lacks it, or "
-        "name it in axis=, or in replicate= of its spec, P()"
+        "(P()): pending over 'tp' too; reduce over 'tp' what its layer returns, if that lacks it, "
+        "or name it in axis=, or in replicate= of its spec"
     )
     done_fix = (
-        "is equal on all ranks of 'dp', complete already; sum it once, or, if its layer does, name "
-        f"'dp' in invariant= of its spec, {SPECS['w1']!r}"
+        f"({SPECS['w1']!r}): equal on all ranks of 'dp', complete already; sum it once, or, if its "
+        "layer does, name 'dp' in invariant= of its spec"
     )
     for step, line, problems in (
-        (forgotten, "BARE", [f"grads[{name!r}]: {forgotten_fix}" for name in ("gain", "scale")]),
-        (twice, "w1", [f"grads['w1']: {done_fix}"]),
+        (forgotten, "BARE", [f"grads[{name!r}] {forgotten_fix}" for name in ("gain", "scale")]),
+        (twice, "w1", [f"grads['w1'] {done_fix}"]),
     ):
         with pytest.raises(ShardTypeError) as caught:
             step(params(), batch(0))
