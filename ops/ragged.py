@@ -34,13 +34,13 @@ def ragged_all_to_all(
 
     The sizes may differ by rank and depend on data. Shapes do not: the result has room for
     `length` rows, those that arrive come first, in the order of the ranks that sent them, and
-    zeros stand behind. Only the rows that are meant travel.
+    zeros stand behind. Only rows that are addressed to a rank are sent.
 
     Shape: x [m, ...] becomes [length, ...]. Types: V becomes V. Backward: the same with the sizes
     of the receivers; rows that nobody was sent get a gradient of zero. Sends the rows for other
     ranks, at most x.nbytes per rank, and (n-1) * n integers first, by which every rank knows all
     sizes. They are read by Python, so that a GPU is waited for. A simulated mesh of strategy
-    "auto" runs a body that calls it as ranks. With `check="global"` it belongs into a
+    "auto" runs a body that calls it as ranks. With `check="global"` it belongs in a
     `local_region`: rows that data sends to other ranks mean nothing on one device.
 
     Args:

@@ -165,7 +165,7 @@ def listing(head: str, problems: Sequence[str]) -> str:
 
 
 def _folded(problems: Sequence[str]) -> list[str]:
-    """Joins more than three problems that are the same for leaves, which a path and a colon name."""
+    """Joins more than three problems that are alike but for the leaf, named before a colon."""
     groups: dict[str, list[str]] = {}
     for problem in problems:
         groups.setdefault(problem.partition(": ")[2] or problem, []).append(problem)

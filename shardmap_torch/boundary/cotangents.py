@@ -29,7 +29,7 @@ _WHAT: Final = "the gradient of a result"
 
 _REPAIR: Final = (
     "compute the loss alike on all processes, scale and hooks included; what differs by rank "
-    "belongs into the body."
+    "belongs in the body."
 )
 
 

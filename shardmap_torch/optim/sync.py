@@ -266,9 +266,7 @@ def _check_means(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
     if not found:
         return
     (_, gradient, axis), *_ = found
-    head = (
-        f"sync_gradients at {call_site()}: check='global': the loss is the mean of each rank's part:"
-    )
+    head = f"sync_gradients at {call_site()}: check='global': the loss is each rank's own mean:"
     wrong = f"a sum over {axis!r} would be too large by the number of ranks"
     error = ShardTypeError(
         listing(head, [f"{path}: {wrong}" for path, *_ in found])

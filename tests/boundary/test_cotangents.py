@@ -60,7 +60,7 @@ TOLD = (
     (
         f"  the gradient of a result: float64[], {OTHER}",
         "Fix: compute the loss alike on all processes, scale and hooks included; what differs by "
-        "rank belongs into the body.",
+        "rank belongs in the body.",
     ),
     (
         f"  the tangent of x: float64[4], P('dp'), {OTHER}",
