@@ -18,6 +18,7 @@ import torch
 from shardmap_torch.boundary.call import Call, Result
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.monitor import CheckedStep, copied
+from shardmap_torch.checker.guards.state import CapturedState
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use
 from shardmap_torch.checker.ir.sizes import SYMBOLS, Sizes, as_numbers
 from shardmap_torch.checker.verify.verdict import Verdict
@@ -78,6 +79,21 @@ def layout_of(key: Sequence[Any], call: Call) -> Hashable:
     return (match.resized_from or match, *values, *key[2:])
 
 
+def values_of(call: Call, captured: CapturedState) -> Mapping[Hashable, tuple[str, Any]]:
+    """Returns names and values of all on which a verdict depends, by keys that stay the same.
+
+    Those are sizes, by their slots, arguments that are no tensors, and what the code refers to.
+    """
+    sizes = zip(slots_of(call), numbers_of(call), strict=True)
+    found: dict[Hashable, tuple[str, Any]] = {s: (s.name, n) for s, n in sizes if s.dim is not None}
+    for position in call.match.static:
+        path = call.match.paths[position]
+        found[path] = path, call.leaves[position]
+    for number, state in enumerate(captured.states(call)):
+        found |= {(number, place): pair for place, pair in state.values().items()}
+    return found
+
+
 def _integers(call: Call) -> list[int]:
     # A bool is no number that could be another one.
     return [position for position in call.match.static if type(call.leaves[position]) is int]
@@ -112,23 +128,6 @@ class _Family:
     exact: "dict[Numbers, Verdict]" = field(default_factory=dict)
     generals: "list[General]" = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Recheck:
-    """Differences of a check from the one before.
-
-    Attributes:
-        slots: the sizes or numbers that were others than in the check before, all equal.
-        number: what stands in them now.
-        before: what stood in them before.
-        why: why no verdict for all sizes holds.
-    """
-
-    slots: tuple[Slot, ...]
-    number: int
-    before: int
-    why: str
 
 
 class History:
@@ -180,26 +179,18 @@ class History:
         family.generals.append(general)
         return verdict
 
-    def add(self, key: Sequence[Any], call: Call, verdict: Verdict) -> Recheck | None:
-        """Notes a verdict on sizes as they are; returns how the check differs from the latest."""
+    def add(self, key: Sequence[Any], call: Call, verdict: Verdict) -> None:
+        """Notes a verdict on sizes as they are."""
         family = self._family(key, call, new=True)
-        if family is None:
-            return None
-        numbers = numbers_of(call)
-        *_, latest = None, *family.exact
-        family.exact[numbers] = verdict
-        if len(family.exact) > _EXACT:
-            drop_oldest(family.exact)
-        if latest is None:
-            return None
-        return _recheck(family, latest, numbers)
+        if family is not None:
+            family.exact[numbers_of(call)] = verdict
+            if len(family.exact) > _EXACT:
+                drop_oldest(family.exact)
 
-    def structural(self, key: Sequence[Any], call: Call) -> frozenset[str]:
-        """Names of number arguments that decide what the program does, as an index or a count."""
+    def why(self, key: Sequence[Any], call: Call) -> str:
+        """Says why no verdict holds for all sizes and numbers; empty if one may."""
         family = self._family(key, call)
-        if family is None or not family.failures:
-            return frozenset()
-        return frozenset(slot.name for slot in family.slots if slot.dim is None)
+        return family.failures[-1] if family is not None and family.failures else ""
 
     def forget(self, key: Sequence[Any], call: Call) -> None:
         """Forgets the verdicts on calls like this one, since a run of one has departed from it."""
@@ -218,16 +209,6 @@ class History:
                 drop_oldest(self._families)
             family = self._families[layout] = _Family(slots_of(call))
         return family
-
-
-def _recheck(family: _Family, before: "Numbers", now: "Numbers") -> Recheck | None:
-    """The difference, if it is one size or number, wherever it stands."""
-    changed = [at for at, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1]]
-    if len({(before[at], now[at]) for at in changed}) != 1:
-        return None
-    slots = tuple(family.slots[at] for at in changed)
-    why = family.failures[-1] if family.failures else ""
-    return Recheck(slots, now[changed[0]], before[changed[0]], why)
 
 
 # ------------------------------------------------------------------------------- for all sizes

@@ -22,11 +22,11 @@ from shardmap_torch.checker.guards.monitor import (
     ResizedMonitor,
     depart,
 )
-from shardmap_torch.checker.guards.state import CapturedState, Signature, signature, split
+from shardmap_torch.checker.guards.state import CapturedState, Signature, signature
 from shardmap_torch.checker.interpreter.interpreter import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
-from shardmap_torch.checker.sizes import History
+from shardmap_torch.checker.sizes import History, values_of
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt
 from shardmap_torch.checker.verify.verdict import verify as verify_steps
@@ -277,10 +277,10 @@ class Checked:
         derived = self._history.derive(key, call, self._derive, exactly)
         if derived is not None:
             return derived
-        numbers = self._history.structural(key, call)
-        self._changing.checked(self._calls, split(key, call, self._captured), numbers)
+        values, why = values_of(call, self._captured), self._history.why(key, call)
+        self._changing.checked(self._calls, key, values, why)
         verdict = exactly()
-        self._changing.resized(self._history.add(key, call, verdict))
+        self._history.add(key, call, verdict)
         return verdict
 
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:
@@ -290,7 +290,7 @@ class Checked:
         if verdict.altered:
             raise ShardTypeError("the body changes what it refers to")
         if verdict.traits.promises and self._strictness != "local":
-            raise ShardTypeError("promises of regions are tried at each size")
+            raise ShardTypeError("promises are tried at each size")
         return verdict
 
     def _verify(self, call: Call, check: Callable[[Call], Verdict]) -> Verdict:

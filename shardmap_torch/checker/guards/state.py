@@ -17,7 +17,6 @@ import sys
 import sysconfig
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cached_property, lru_cache, partial
 from itertools import chain
 from numbers import Number
@@ -651,27 +650,3 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple(
         [(d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)]
     )
-
-
-@dataclass(frozen=True)
-class SplitSignature:
-    """A signature split into its values and the rest.
-
-    Attributes:
-        rest: all but values and captured state.
-        values: name and value of each non-tensor argument and captured variable, by a key that
-            stays the same from call to call.
-    """
-
-    rest: Signature
-    values: Mapping[Hashable, tuple[str, Any]]
-
-
-def split(key: Signature, call: Call, captured: CapturedState) -> SplitSignature:
-    """Splits the latest signature into parts."""
-    match, _, *rest, _ = key
-    named = {match.paths[position]: call.leaves[position] for position in match.static}
-    values: dict[Hashable, tuple[str, Any]] = {path: (path, x) for path, x in named.items()}
-    for number, state in enumerate(captured.states(call)):
-        values |= {(number, place): pair for place, pair in state.values().items()}
-    return SplitSignature((match, *rest), values)

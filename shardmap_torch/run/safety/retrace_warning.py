@@ -1,15 +1,15 @@
-"""Warns of a Python value that changes in each call, so that each call is checked again."""
+"""Warns of a value or size that changes in each call, so that each call is checked again."""
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Number
 from types import CodeType
 from typing import Any, Final
 
-from shardmap_torch.checker.guards.state import SplitSignature
-from shardmap_torch.checker.sizes import Recheck, Slot
+from shardmap_torch.checker.guards.state import Signature
+from shardmap_torch.checker.sizes import Slot
 from shardmap_torch.core.source_location import call_site
 
 LIMIT: Final = 32
@@ -20,15 +20,25 @@ NUMBERS: Final = 4
 
 _SHOWN: Final = 3
 
+_PART: Final = " What is no tensor is a part of the program. "
 _NUMBER: Final = "Pass it as a tensor, such as torch.tensor({}), with P() as its spec."
 _OTHER: Final = "Pass what is equal from call to call."
+_SIZE: Final = (
+    " Pad it to one of a few sizes; of a cache that grows, pass all of its length, and the "
+    "position as a tensor."
+)
+
+
+Values = Mapping[Hashable, tuple[str, Any]]
+"""Names and values, by keys that stay the same from call to call; see `sizes.values_of`."""
 
 
 @dataclass(frozen=True)
 class _Series:
-    """The values of one argument or captured variable in successive calls."""
+    """The values of a size, an argument or a captured variable in successive calls."""
 
     label: str
+    is_size: bool
     values: Sequence[Any]
 
 
@@ -39,53 +49,55 @@ class Changing:
         self._name = name
         self._warned = False
         self._number = 0
-        self._last: SplitSignature | None = None
+        self._last: tuple[Signature, Values] | None = None
         self._series: Mapping[Hashable, _Series] = {}
-        self._resized = False
-        self._slots: Sequence[Slot] = ()
-        self._sizes: tuple[int, ...] = ()
 
-    def checked(
-        self, number: int, parts: SplitSignature, structural: Collection[str] = frozenset()
-    ) -> None:
+    def checked(self, number: int, key: Signature, values: Values, why: str) -> None:
         """Records that the call of that number, counting all calls, had to be checked.
 
-        `structural` names numbers that decide what the program does.
+        Args:
+            number: of the call.
+            key: its signature.
+            values: on which its verdict depends.
+            why: why no verdict holds for all sizes and integers; empty if one may.
         """
+        match, _, *others, _ = key
+        rest = (match.resized_from or match, *others)
         last, is_next = self._last, number == self._number + 1
-        self._number, self._last = number, parts
-        if self._warned or last is None or not is_next or last.rest != parts.rest:
+        self._number, self._last = number, (rest, values)
+        if self._warned or last is None or not is_next or last[0] != rest:
             self._series = {}
             return
+        before = {at: value for at, (_, value) in last[1].items()}
         changed = {
-            key: _Series(label, [last.values[key][1], value])
-            for key, (label, value) in parts.values.items()
-            if key in last.values and not _same(last.values[key][1], value)
+            at: _Series(label, isinstance(at, Slot), [before[at], value])
+            for at, (label, value) in values.items()
+            if at in before and not _same(before[at], value)
         }
         if self._series:
             # A value that changes only now and then is not the reason.
             changed = {
-                key: _Series(series.label, [*series.values, changed[key].values[-1]])
-                for key, series in self._series.items()
-                if key in changed
+                at: replace(series, values=[*series.values, changed[at].values[-1]])
+                for at, series in self._series.items()
+                if at in changed
             }
         self._series = changed
-        series_to_report = next((s for s in changed.values() if _is_long(s, structural)), None)
-        if series_to_report is not None:
+        lengths = {at: _least(series, [*changed.values()], why) for at, series in changed.items()}
+        long = [each for at, each in changed.items() if len(each.values) >= lengths[at]]
+        if long:
             self._warned = True
-            _warn(self._name, series_to_report)
+            _warn(self._name, long[0], why)
 
-    def resized(self, recheck: Recheck | None) -> None:
-        """A call has been checked that differs from the one before in one size, or in more."""
-        if recheck is None or any(slot.dim is None for slot in recheck.slots):
-            self._sizes = ()
-            return
-        same = bool(self._sizes) and self._slots == recheck.slots
-        self._slots = recheck.slots
-        self._sizes = (*(self._sizes if same else (recheck.before,)), recheck.number)
-        if len(self._sizes) >= NUMBERS and not self._resized:
-            self._resized = True
-            _warn_of_size(self._name, recheck, self._sizes)
+
+def _least(series: _Series, changed: Sequence[_Series], why: str) -> int:
+    """Returns the number of values of which a series is told.
+
+    Integers may decide what the program does, and several sizes be those of layers.
+    """
+    value = series.values[-1]
+    is_number = isinstance(value, Number) and not (why and isinstance(value, int))
+    is_size = series.is_size and all(each.values == series.values for each in changed)
+    return min(NUMBERS, LIMIT) if is_size or (is_number and not series.is_size) else LIMIT
 
 
 _ENDED: Final[dict[CodeType, int]] = {}
@@ -129,36 +141,17 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _is_long(series: _Series, structural: Collection[str]) -> bool:
-    is_number = isinstance(series.values[-1], Number) and series.label not in structural
-    return len(series.values) >= (min(NUMBERS, LIMIT) if is_number else LIMIT)
-
-
-def _warn_of_size(function: str, recheck: Recheck, sizes: Sequence[int]) -> None:
-    latest = ", ".join(map(repr, sizes[-_SHOWN:]))
-    names = recheck.slots[0].name
-    if len(recheck.slots) > 1:
-        names += f" (and {len(recheck.slots) - 1} like it)"
-    why = f" The verdict holds for one size only: {recheck.why}." if recheck.why else ""
-    _warn_here(
-        f"{function}: checked again {len(sizes) - 1} times, since {names} had another size each "
-        f"time: ..., {latest}.{why} Pad it to one of a few sizes; of a cache that grows, pass all "
-        "of its length, and the position as a tensor."
-    )
-
-
-def _warn(function: str, series: _Series) -> None:
-    latest = ", ".join(map(repr, series.values[-_SHOWN:]))
-    value = series.values[-1]
-    _warn_here(
-        f"{function}: each of the last {len(series.values)} calls was checked again, since "
-        f"{series.label} was another one each time: ..., {latest}. What is no tensor is a part of "
-        f"the program. {_NUMBER.format(value) if isinstance(value, Number) else _OTHER}"
-    )
-
-
-def _warn_here(message: str) -> None:
+def _warn(function: str, series: _Series, why: str) -> None:
     """Warns at the user's line."""
+    latest, value = ", ".join(map(repr, series.values[-_SHOWN:])), series.values[-1]
+    advice = _PART + (_NUMBER.format(value) if isinstance(value, Number) else _OTHER)
+    if series.is_size:
+        reason = f" The verdict holds for one size only: {why}." if why else ""
+        advice = reason + _SIZE
     site = call_site()
-    place = ("shardmap_torch", 0) if site is None else (site.file, site.line)
-    warnings.warn_explicit(message, UserWarning, *place)
+    warnings.warn_explicit(
+        f"{function}: each of the last {len(series.values)} calls was checked again, since "
+        f"{series.label} was another one each time: ..., {latest}.{advice}",
+        UserWarning,
+        *(("shardmap_torch", 0) if site is None else (site.file, site.line)),
+    )

@@ -84,10 +84,10 @@ def test_a_size_is_named_at_the_third_check_anew_with_its_dim_and_a_remedy() -> 
     f = mapped(rows, P())
     assert warned(lambda size: f(X, torch.ones(2 + size)), 3) == []
     assert warned(lambda size: f(X, torch.ones(5 + size)), 4) == [
-        "rows: checked again 3 times, since dim 0 of y had another size each time: ..., 3, 4, 5. "
-        "The verdict holds for one size only: NotGeneralError: the body uses it as a plain number, "
-        "such as an index or a key. Pad it to one of a few sizes; of a cache that grows, pass all "
-        "of its length, and the position as a tensor."
+        "rows: each of the last 4 calls was checked again, since dim 0 of y was another one each "
+        "time: ..., 3, 4, 5. The verdict holds for one size only: NotGeneralError: the body uses "
+        "it as a plain number, such as an index or a key. Pad it to one of a few sizes; of a cache "
+        "that grows, pass all of its length, and the position as a tensor."
     ]
 
 
