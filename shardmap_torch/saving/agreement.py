@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
+from shardmap_torch.placing import compared
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ def require_same(caller: str, prepare: Callable[[], tuple[T, list[str]]]) -> T:
     Raises:
         CheckpointError: the arguments of a rank are refused, or differ from those of rank 0; on all
             ranks, with the ranks.
+        CollectiveMismatchError: a rank of a mesh calls something else.
     """
     refusal: Exception | None = None
     prepared: T | None = None
@@ -41,6 +43,8 @@ def require_same(caller: str, prepare: Callable[[], tuple[T, list[str]]]) -> T:
     except CheckpointError as error:
         refusal = error
     if not is_alone():
+        # gloo would wait for a rank that does something else.
+        compared(caller, None, tuple, lambda _: (), lambda _: None)
         calls: list[Any] = [None] * dist.get_world_size()
         with naming_ranks("A checkpoint failed"):
             dist.all_gather_object(calls, (caller, refusal and str(refusal), lines))

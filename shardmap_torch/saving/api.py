@@ -51,6 +51,7 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
     Raises:
         CheckpointError: a leaf cannot be saved, the step has been saved already, or a rank could
             not write; on all ranks.
+        CollectiveMismatchError: a rank of a mesh calls something else.
         CommunicationError: a rank is gone.
 
     Source: `torch.distributed.checkpoint.save`; `orbax.checkpoint.CheckpointManager.save`.
@@ -126,6 +127,7 @@ def load(
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete or damaged, or its leaves are
             not those of `tree`; names every one.
+        CollectiveMismatchError: a rank of a mesh calls something else.
         CommunicationError: a rank is gone.
 
     Source: `torch.distributed.checkpoint.load`; `orbax.checkpoint.CheckpointManager.restore`.

@@ -1,8 +1,8 @@
 """A rank that does something else gives every rank an error in time, and no wrong number."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -66,17 +66,8 @@ def run_cases(rank: int, shape: Shape, names: Sequence[str], odd: int) -> dict[s
     return told
 
 
-@contextmanager
-def world(size: int) -> Iterator[World]:
-    made = World(size, DEADLINE)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def check(shape: Shape, names: Sequence[str], odd: int, seconds: float) -> None:
-    with world(4) as made:
+    with closing(World(4, DEADLINE)) as made:
         made.start(run_cases, shape, names, odd)
         outcomes = made.outcomes(seconds)
     assert [outcome.end for outcome in outcomes] == ["returned"] * 4, "\n".join(map(str, outcomes))
@@ -113,16 +104,14 @@ def test_every_divergence_is_an_error_on_every_rank(shape: Shape, odd: int) -> N
 def debugged(rank: int) -> Any:
     mesh = make_mesh((2,), ("tp",), timeout=DEADLINE, debug="collectives")
     kit = Kit(mesh, rank == 1)
-    one, two = kit.leaf("weighted"), kit.leaf("gated")
-    total = (one.sum(), two.sum())
-    for part in total:
-        part.backward()
+    for y in [kit.leaf("weighted"), kit.leaf("gated")]:
+        y.sum().backward()
     return mesh.rank
 
 
 @pytest.mark.faults
 def test_with_every_collective_compared_a_right_program_runs() -> None:
-    with world(2) as made:
+    with closing(World(2, DEADLINE)) as made:
         made.start(debugged)
         assert [outcome.value for outcome in made.outcomes(120)] == [0, 1]
 
@@ -151,7 +140,7 @@ def run_variants(rank: int, shape: Shape, seeds: Sequence[int]) -> dict[int, Any
 @pytest.mark.parametrize(("shape", "first"), [(LINE, 0), (GRID, NEW), (GRID, 2 * NEW)], ids=str)
 def test_no_variant_of_a_random_program_gives_a_wrong_number(shape: Shape, first: int) -> None:
     seeds = range(first, first + NEW)
-    with world(4) as made:
+    with closing(World(4, DEADLINE)) as made:
         made.start(run_variants, shape, seeds)
         outcomes = made.outcomes(1500)
     assert [outcome.end for outcome in outcomes] == ["returned"] * 4, "\n".join(map(str, outcomes))
