@@ -1,7 +1,9 @@
 """The kernels on the virtual network: exact results, bytes, predicted times, caught mistakes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +29,33 @@ from tests.support.fuzzing import sampled
 INSTANT = Fabric(latency=1e-6, bandwidth=1e9, flops=1e9)
 # Odd, even, powers of two, and the largest; `make fuzz` takes the others too.
 RANKS = sampled(range(1, 17), 1, 2, 3, 4, 7, 16)
-CASES = [  # Global shape of x, the dim that is sharded, parts; every dim is a multiple of lengths.
-    pytest.param((6,), (4,), 0, 1, id="tokens"),
-    pytest.param((5,), (3,), 0, 4, id="uneven parts"),
-    pytest.param((2, 3), (4,), 0, 2, id="sequence first"),
-    pytest.param((2, 3), (4,), 1, 3, id="batch first"),
-    pytest.param((2, 2, 3), (2,), -2, 2, id="two leading dims"),
-    pytest.param((3,), (4,), -1, 2, id="features"),
-    pytest.param((2, 3), (3,), 2, 3, id="features, batch first"),
-]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The shape of a rank's part, the dim that is sharded, and parts."""
+
+    leading: tuple[int, ...]
+    features: int
+    dim: int
+    num_parts: int
+
+    def whole(self, num_ranks: int) -> list[int]:
+        """Returns the shape of the parts of all ranks together."""
+        shape = [*self.leading, self.features]
+        shape[self.dim] *= num_ranks
+        return shape
+
+
+CASES = {
+    "tokens": Case((6,), 4, 0, 1),
+    "uneven parts": Case((5,), 3, 0, 4),
+    "sequence first": Case((2, 3), 4, 0, 2),
+    "batch first": Case((2, 3), 4, 1, 3),
+    "two leading dims": Case((2, 2, 3), 2, -2, 2),
+    "features": Case((3,), 4, -1, 2),
+    "features, batch first": Case((2, 3), 3, 2, 3),
+}
 SMALL = (1, 2, 3, 4)
 
 
@@ -48,16 +68,11 @@ def marks_of(ranks: int) -> tuple[pytest.MarkDecorator, ...]:
 def cases(exhaustive: tuple[str, ...]) -> pytest.MarkDecorator:
     """All cases on few ranks, the named ones on 1 to 16, some of them in `make fuzz` only."""
     return pytest.mark.parametrize(
-        ("leading", "features", "dim", "num_parts", "num_ranks"),
+        ("case", "num_ranks"),
         [
-            pytest.param(
-                *case.values,
-                ranks,
-                id=f"{case.id}, {ranks} ranks",
-                marks=marks_of(ranks),
-            )
-            for case in CASES
-            for ranks in (range(1, 17) if case.id in exhaustive else SMALL)
+            pytest.param(case, ranks, id=f"{name}, {ranks} ranks", marks=marks_of(ranks))
+            for name, case in CASES.items()
+            for ranks in (range(1, 17) if name in exhaustive else SMALL)
         ],
     )
 
@@ -76,9 +91,12 @@ def blocks(x: Tensor, num_ranks: int, dim: int) -> list[Tensor]:
     return [block.contiguous() for block in x.chunk(num_ranks, dim)]
 
 
-def grown(shape: Sequence[int], dim: int, num_ranks: int) -> list[int]:
-    dim %= len(shape)
-    return [size * num_ranks if d == dim else size for d, size in enumerate(shape)]
+def assert_gradients(results: Any, xs: Sequence[Tensor], ws: Sequence[Tensor]) -> None:
+    for (dx, dw), x, w in zip(results, xs, ws, strict=True):
+        for ours, leaf in ((dx, x), (dw, w)):
+            assert ours is not None
+            assert leaf.grad is not None
+            assert torch.equal(ours, leaf.grad)
 
 
 def assert_all_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -89,47 +107,35 @@ def assert_all_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> No
 
 
 @every_case
-def test_gather_matmul_equals_the_matmul_of_the_whole(
-    leading: tuple[int, ...],
-    features: tuple[int, ...],
-    dim: int,
-    num_parts: int,
-    num_ranks: int,
-) -> None:
-    x = integers(*grown([*leading, *features], dim, num_ranks))
+def test_gather_matmul_equals_the_matmul_of_the_whole(case: Case, num_ranks: int) -> None:
+    x = integers(*case.whole(num_ranks))
     ws = [integers(x.shape[-1], n, seed=n) for n in (3, 2)]
     bias = integers(3, seed=5)
-    shards = blocks(x, num_ranks, dim)
+    shards = blocks(x, num_ranks, case.dim)
 
     def kernel(transport: VirtualTransport) -> Steps[tuple[list[Tensor], Tensor]]:
-        choice = Choice("gather/ring", num_parts)
-        return gather_forward(transport, shards[transport.rank], ws, [bias, None], dim, choice)
+        choice = Choice("gather/ring", case.num_parts)
+        return gather_forward(transport, shards[transport.rank], ws, [bias, None], case.dim, choice)
 
     for (first, second), _ in VirtualNetwork(num_ranks, INSTANT).run(kernel):
         assert_all_equal([first, second], [x @ ws[0] + bias, x @ ws[1]])
 
 
 @every_case
-def test_matmul_scatter_equals_the_block_of_the_sum(
-    leading: tuple[int, ...],
-    features: tuple[int, ...],
-    dim: int,
-    num_parts: int,
-    num_ranks: int,
-) -> None:
-    *rows, columns = grown([*leading, *features], dim, num_ranks)
+def test_matmul_scatter_equals_the_block_of_the_sum(case: Case, num_ranks: int) -> None:
+    *rows, columns = case.whole(num_ranks)
     xs = [integers(*rows, 3, seed=rank) for rank in range(num_ranks)]
     ws = [integers(3, columns, seed=99 + rank) for rank in range(num_ranks)]
 
     def kernel(transport: VirtualTransport) -> Steps[Tensor]:
         rank = transport.rank
         return scatter_forward(
-            transport, xs[rank], ws[rank], dim, Choice("scatter/direct", num_parts)
+            transport, xs[rank], ws[rank], case.dim, Choice("scatter/direct", case.num_parts)
         )
 
     expected = sum((x @ w for x, w in zip(xs, ws, strict=True)), torch.tensor(0.0))
     actual = VirtualNetwork(num_ranks, INSTANT).run(kernel)
-    assert_all_equal(actual, blocks(expected, num_ranks, dim))
+    assert_all_equal(actual, blocks(expected, num_ranks, case.dim))
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -150,22 +156,18 @@ def test_matmul_all_reduce_equals_the_sum_on_every_rank(num_ranks: int, num_part
 @pytest.mark.parametrize("again", [False, True])
 @every_case_backward
 def test_gather_backward_equals_autograd_of_the_whole(
-    leading: tuple[int, ...],
-    features: tuple[int, ...],
-    dim: int,
-    num_parts: int,
-    again: bool,
-    num_ranks: int,
+    case: Case, again: bool, num_ranks: int
 ) -> None:
-    x = integers(*grown([*leading, *features], dim, num_ranks))
-    shards = blocks(x, num_ranks, dim)
+    x = integers(*case.whole(num_ranks))
+    shards = blocks(x, num_ranks, case.dim)
     ws = [[integers(x.shape[-1], n, seed=rank) for n in (3, 2)] for rank in range(num_ranks)]
     dys = [[integers(*x.shape[:-1], n, seed=7 + rank) for n in (3, 2)] for rank in range(num_ranks)]
-    scatter, gather = Choice("scatter/direct", num_parts), Choice("gather/ring", num_parts)
+    scatter = Choice("scatter/direct", case.num_parts)
+    gather = Choice("gather/ring", case.num_parts)
 
     def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor | None]]]:
         rank = transport.rank
-        operands = ws[rank], dys[rank], [True, True], dim
+        operands = ws[rank], dys[rank], [True, True], case.dim
         if again:
             return gather_backward_again(transport, shards[rank], *operands, scatter, gather)
         return saved(transport)
@@ -174,10 +176,10 @@ def test_gather_backward_equals_autograd_of_the_whole(
         rank = transport.rank
         no_bias = [None, None]
         shard = shards[rank]
-        _, full = yield from gather_forward(transport, shard, ws[rank], no_bias, dim, gather)
+        _, full = yield from gather_forward(transport, shard, ws[rank], no_bias, case.dim, gather)
         return (
             yield from gather_backward(
-                transport, full, ws[rank], dys[rank], [True, True], dim, scatter
+                transport, full, ws[rank], dys[rank], [True, True], case.dim, scatter
             )
         )
 
@@ -190,7 +192,7 @@ def test_gather_backward_equals_autograd_of_the_whole(
     torch.autograd.backward(loss)
     assert whole.grad is not None
     results = VirtualNetwork(num_ranks, INSTANT).run(kernel)
-    assert_all_equal([dx for dx, _ in results], blocks(whole.grad, num_ranks, dim))
+    assert_all_equal([dx for dx, _ in results], blocks(whole.grad, num_ranks, case.dim))
     for (_, dws), pair in zip(results, leaves, strict=True):
         for dw, w in zip(dws, pair, strict=True):
             assert dw is not None
@@ -199,32 +201,22 @@ def test_gather_backward_equals_autograd_of_the_whole(
 
 
 @every_case_backward
-def test_scatter_backward_equals_autograd_of_the_whole(
-    leading: tuple[int, ...],
-    features: tuple[int, ...],
-    dim: int,
-    num_parts: int,
-    num_ranks: int,
-) -> None:
-    *rows, columns = grown([*leading, *features], dim, num_ranks)
+def test_scatter_backward_equals_autograd_of_the_whole(case: Case, num_ranks: int) -> None:
+    *rows, columns = case.whole(num_ranks)
     xs = [integers(*rows, 3, seed=rank).requires_grad_() for rank in range(num_ranks)]
     ws = [integers(3, columns, seed=99 + rank).requires_grad_() for rank in range(num_ranks)]
     dy = integers(*rows, columns, seed=3)
-    shards = blocks(dy, num_ranks, dim)
+    shards = blocks(dy, num_ranks, case.dim)
 
     def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor | None, Tensor | None]]:
         rank = transport.rank
         x, w = xs[rank].detach(), ws[rank].detach()
-        choice = Choice("gather/ring", num_parts)
-        return scatter_backward(transport, x, w, shards[rank], (True, True), dim, choice)
+        choice = Choice("gather/ring", case.num_parts)
+        return scatter_backward(transport, x, w, shards[rank], (True, True), case.dim, choice)
 
     for x, w in zip(xs, ws, strict=True):
         torch.autograd.backward(((x @ w) * dy).sum())
-    for rank, (dx, dw) in enumerate(VirtualNetwork(num_ranks, INSTANT).run(kernel)):
-        for ours, truth in ((dx, xs[rank].grad), (dw, ws[rank].grad)):
-            assert ours is not None
-            assert truth is not None
-            assert torch.equal(ours, truth)
+    assert_gradients(VirtualNetwork(num_ranks, INSTANT).run(kernel), xs, ws)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -245,11 +237,7 @@ def test_reduce_backward_equals_autograd_of_the_sum_of_cotangents(
     total = sum(dys, torch.zeros(()))
     for x, w in zip(xs, ws, strict=True):
         torch.autograd.backward(((x @ w) * total).sum())
-    for rank, (dx, dw) in enumerate(VirtualNetwork(num_ranks, INSTANT).run(kernel)):
-        for ours, truth in ((dx, xs[rank].grad), (dw, ws[rank].grad)):
-            assert ours is not None
-            assert truth is not None
-            assert torch.equal(ours, truth)
+    assert_gradients(VirtualNetwork(num_ranks, INSTANT).run(kernel), xs, ws)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

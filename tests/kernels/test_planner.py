@@ -35,7 +35,7 @@ from shardmap_torch.kernels.planner import (
 )
 from shardmap_torch.kernels.transport import GlooTransport, Steps, Transport
 from tests.kernels.support.virtual_network import VirtualNetwork
-from tests.support.fuzzing import sampled
+from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Pool
 
 ROWS, INNER, COLUMNS = 1024, 512, 2048  # A rank's block, the contracted size, the weight's.
@@ -106,7 +106,7 @@ def problem(name: str, num_ranks: int) -> Problem:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("num_ranks", sampled([2, 4, 8], 8))
+@pytest.mark.parametrize("num_ranks", sampled([2, 4, 8], 4))
 @pytest.mark.parametrize("slower", [0.25, 1, 4], ids=["comm", "even", "compute"])
 @pytest.mark.parametrize("num_parts", sampled([1, 4, 8], 1, 8))
 def test_the_formula_predicts_what_the_virtual_clock_shows(
@@ -190,14 +190,15 @@ def test_a_share_of_overlap_that_scatters_is_taken_at_its_lower_quartile(
     assert _pessimistic(shares) == expected
 
 
-def measured() -> tuple[Fabric, Fabric]:
+def measured(*dtypes: torch.dtype) -> list[Fabric]:
     transport = GlooTransport(dist.new_group(), "tp")
-    return measure(transport, torch.float32), measure(transport, torch.bfloat16)
+    return [measure(transport, dtype) for dtype in dtypes]
 
 
 def test_every_rank_measures_the_same_plausible_fabric(gloo: Callable[[int], Pool]) -> None:
-    results = gloo(3).run(measured)
-    assert results[0] == results[1] == results[2]
+    dtypes = sized([torch.float32], [torch.float32, torch.bfloat16])
+    results = gloo(sized(2, 3)).run(measured, *dtypes)
+    assert all(found == results[0] for found in results)
     for fabric in results[0]:
         assert 0 <= fabric.overlap <= 1
         assert 1e-6 < fabric.latency < 1

@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -24,18 +25,52 @@ from shardmap_torch.kernels.schedule import (
     tag,
 )
 
-FAST = {(ranks, 1) for ranks in range(1, 9)} | {(ranks, 3) for ranks in (2, 3, 4, 7)}
-SIZES = [
-    pytest.param(*size, id=f"{size[0]}x{size[1]}", marks=() if size in FAST else pytest.mark.slow)
-    for size in itertools.product(range(1, 17), (1, 3))
-]
-every_schedule = pytest.mark.parametrize("name", SCHEDULES)
-every_size = pytest.mark.parametrize(("num_ranks", "num_parts"), SIZES)
+SIZES = {*itertools.product(range(1, 17), (1, 3))}
+FEW = {(ranks, 1) for ranks in range(1, 9)} | {(ranks, 3) for ranks in (2, 3, 4, 7)}
 
 
-@functools.cache
-def programs(name: str, num_ranks: int, num_parts: int) -> tuple[Program, ...]:
-    return tuple(SCHEDULES[name](rank, num_ranks, num_parts) for rank in range(num_ranks))
+@dataclass(frozen=True)
+class Run:
+    """A schedule for so many ranks, each block in so many parts."""
+
+    name: str
+    num_ranks: int
+    num_parts: int
+
+    @functools.cached_property
+    def programs(self) -> tuple[Program, ...]:
+        ranks = range(self.num_ranks)
+        return tuple(SCHEDULES[self.name](n, self.num_ranks, self.num_parts) for n in ranks)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return all_chunks(self.num_ranks, self.num_parts)
+
+
+RUNS = {name: {size: Run(name, *size) for size in SIZES} for name in SCHEDULES}
+
+
+def of(*names: str) -> Callable[[Callable[[Run], None]], Callable[..., None]]:
+    """Checks all runs of these schedules, most sizes in one slow test: a thousand cost seconds."""
+    groups = [
+        pytest.param([RUNS[name][size] for size in sorted(sizes)], id=f"{name}, {how}", marks=marks)
+        for name in names
+        for how, sizes, marks in (("few", FEW, ()), ("many", SIZES - FEW, pytest.mark.slow))
+    ]
+
+    def tested(check: Callable[[Run], None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("runs", groups)
+        def test(runs: list[Run]) -> None:
+            for run in runs:
+                try:
+                    check(run)
+                except AssertionError as error:
+                    error.add_note(str(run))
+                    raise
+
+        return test
+
+    return tested
 
 
 def messages(program: Program, kind: type[Post] | type[Send] | type[Await]) -> list[Message]:
@@ -46,22 +81,16 @@ def all_chunks(num_ranks: int, num_parts: int) -> list[Chunk]:
     return [Chunk(o, p) for o, p in itertools.product(range(num_ranks), range(num_parts))]
 
 
-@every_schedule
-@every_size
-def test_every_rank_multiplies_every_chunk_exactly_once(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
-    for program in programs(name, num_ranks, num_parts):
+@of(*SCHEDULES)
+def test_every_rank_multiplies_every_chunk_exactly_once(run: Run) -> None:
+    for program in run.programs:
         multiplied = [i.chunk for i in program.instructions if isinstance(i, Multiply)]
-        assert sorted(multiplied) == all_chunks(num_ranks, num_parts)
+        assert sorted(multiplied) == run.chunks
 
 
-@every_schedule
-@every_size
-def test_every_message_is_sent_posted_and_awaited_exactly_once(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
-    per_rank = programs(name, num_ranks, num_parts)
+@of(*SCHEDULES)
+def test_every_message_is_sent_posted_and_awaited_exactly_once(run: Run) -> None:
+    per_rank = run.programs
     sent = Counter(m for program in per_rank for m in messages(program, Send))
     posted = Counter(m for program in per_rank for m in messages(program, Post))
     awaited = Counter(m for program in per_rank for m in messages(program, Await))
@@ -72,23 +101,17 @@ def test_every_message_is_sent_posted_and_awaited_exactly_once(
         assert all(m.target == rank for m in messages(program, Post))
 
 
-@every_schedule
-@every_size
-def test_tags_are_unique_for_a_pair_of_ranks_and_within_the_reserved_range(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
-    sent = [m for program in programs(name, num_ranks, num_parts) for m in messages(program, Send)]
-    tags = [(m.source, m.target, tag(m, num_parts)) for m in sent]
+@of(*SCHEDULES)
+def test_tags_are_unique_for_a_pair_of_ranks_and_within_the_reserved_range(run: Run) -> None:
+    sent = [m for program in run.programs for m in messages(program, Send)]
+    tags = [(m.source, m.target, tag(m, run.num_parts)) for m in sent]
     assert len(set(tags)) == len(tags)
-    assert all(0 <= number < num_tags(num_ranks, num_parts) for _, _, number in tags)
+    assert all(0 <= number < num_tags(run.num_ranks, run.num_parts) for _, _, number in tags)
 
 
-@every_schedule
-@every_size
-def test_all_receives_are_posted_before_the_first_send(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
-    for program in programs(name, num_ranks, num_parts):
+@of(*SCHEDULES)
+def test_all_receives_are_posted_before_the_first_send(run: Run) -> None:
+    for program in run.programs:
         kinds = [type(i) for i in program.instructions if isinstance(i, Post | Send)]
         assert kinds == sorted(kinds, key=[Post, Send].index)
 
@@ -125,23 +148,17 @@ def _record(instruction: Instruction, sent: set[Message], posted: set[Message]) 
         posted.add(instruction.message)
 
 
-@every_schedule
-@every_size
-def test_no_order_of_waits_deadlocks_even_when_sends_block(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
-    per_rank = programs(name, num_ranks, num_parts)
+@of(*SCHEDULES)
+def test_no_order_of_waits_deadlocks_even_when_sends_block(run: Run) -> None:
+    per_rank = run.programs
     ran = sum(1 for _ in blocking_order(per_rank))
     assert ran == sum(len(program.instructions) for program in per_rank)
 
 
-@pytest.mark.parametrize("name", ["gather/ring"])
-@every_size
-def test_a_gathered_chunk_is_used_only_after_it_arrived(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
-    for rank, program in enumerate(programs(name, num_ranks, num_parts)):
-        held = {chunk for chunk in all_chunks(num_ranks, num_parts) if chunk.owner == rank}
+@of("gather/ring")
+def test_a_gathered_chunk_is_used_only_after_it_arrived(run: Run) -> None:
+    for rank, program in enumerate(run.programs):
+        held = {chunk for chunk in run.chunks if chunk.owner == rank}
         for instruction in program.instructions:
             if isinstance(instruction, Await):
                 held.add(instruction.message.chunk)
@@ -154,13 +171,10 @@ def test_a_gathered_chunk_is_used_only_after_it_arrived(
 Addends = dict[Chunk, set[int]]
 
 
-@pytest.mark.parametrize("name", ["scatter/direct", "reduce/direct"])
-@every_size
-def test_every_sum_holds_the_addend_of_every_rank_exactly_once(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
+@of("scatter/direct", "reduce/direct")
+def test_every_sum_holds_the_addend_of_every_rank_exactly_once(run: Run) -> None:
     """Runs the programs on sets of ranks in place of tensors; a repeated addend would overlap."""
-    per_rank = programs(name, num_ranks, num_parts)
+    per_rank = run.programs
     sums: list[Addends] = [{} for _ in per_rank]
     arrived: list[dict[Chunk, list[set[int]]]] = [{} for _ in per_rank]
     in_flight: dict[Message, set[int]] = {}
@@ -176,20 +190,16 @@ def test_every_sum_holds_the_addend_of_every_rank_exactly_once(
                 for addend in arrived[rank].pop(chunk, []):
                     assert not sums[rank][chunk] & addend
                     sums[rank][chunk] |= addend
-    everyone = set(range(num_ranks))
+    everyone = set(range(run.num_ranks))
     for rank, own in enumerate(sums):
         assert all(own[chunk] == everyone for chunk in own if chunk.owner == rank)
 
 
-@pytest.mark.parametrize("name", ["reduce/direct", "sum/direct"])
-@pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize("num_ranks", range(1, 17))
-def test_an_all_reduce_delivers_every_finished_chunk_to_every_rank(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
-    for rank, program in enumerate(programs(name, num_ranks, num_parts)):
+@of("reduce/direct", "sum/direct")
+def test_an_all_reduce_delivers_every_finished_chunk_to_every_rank(run: Run) -> None:
+    for rank, program in enumerate(run.programs):
         finished = {m.chunk for m in messages(program, Await) if m.chunk.owner != rank}
-        assert len(finished) == (num_ranks - 1) * num_parts
+        assert len(finished) == (run.num_ranks - 1) * run.num_parts
         combined: set[Chunk] = set()
         for instruction in program.instructions:
             if isinstance(instruction, Combine):
@@ -198,28 +208,26 @@ def test_an_all_reduce_delivers_every_finished_chunk_to_every_rank(
                 assert instruction.message.chunk in combined
 
 
-@every_size
-def test_a_sum_is_multiplied_only_when_it_holds_every_addend(
-    num_ranks: int, num_parts: int
-) -> None:
-    per_rank = programs("sum/direct", num_ranks, num_parts)
+@of("sum/direct")
+def test_a_sum_is_multiplied_only_when_it_holds_every_addend(run: Run) -> None:
+    per_rank = run.programs
     heard: dict[Chunk, set[int]] = {}
     for rank, instruction in blocking_order(per_rank):
         match instruction:
             case Send(Message(source, _, chunk)) if chunk.owner == source:
-                assert heard[chunk] == set(range(num_ranks))  # A sum is sent once it is whole.
+                assert heard[chunk] == set(range(run.num_ranks))  # A sum is sent once it is whole.
             case Await(Message(source, _, chunk)) if chunk.owner == rank:
                 heard.setdefault(chunk, {rank}).add(source)
             case Combine(chunk):
                 assert chunk.owner == rank
-                assert heard.setdefault(chunk, {rank}) == set(range(num_ranks))
+                assert heard.setdefault(chunk, {rank}) == set(range(run.num_ranks))
             case Multiply(chunk):
-                assert heard[chunk] == set(range(num_ranks))
+                assert heard[chunk] == set(range(run.num_ranks))
 
 
-@every_size
-def test_a_sum_is_multiplied_only_where_it_has_arrived(num_ranks: int, num_parts: int) -> None:
-    for program in programs("sum/direct", num_ranks, num_parts):
+@of("sum/direct")
+def test_a_sum_is_multiplied_only_where_it_has_arrived(run: Run) -> None:
+    for program in run.programs:
         here: set[Chunk] = set()
         for instruction in program.instructions:
             match instruction:
@@ -242,25 +250,19 @@ FORMULAS: dict[str, tuple[Formula, Formula]] = {
 }
 
 
-@every_schedule
-@every_size
-def test_messages_and_steps_of_a_rank_equal_the_formula(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
-    num_blocks, num_steps = FORMULAS[name]
-    for program in programs(name, num_ranks, num_parts):
+@of(*SCHEDULES)
+def test_messages_and_steps_of_a_rank_equal_the_formula(run: Run) -> None:
+    num_blocks, num_steps = FORMULAS[run.name]
+    for program in run.programs:
         sent = messages(program, Send)
-        assert len(sent) == num_blocks(num_ranks) * num_parts
-        assert max((m.step for m in sent), default=0) == num_steps(num_ranks)
+        assert len(sent) == num_blocks(run.num_ranks) * run.num_parts
+        assert max((m.step for m in sent), default=0) == num_steps(run.num_ranks)
 
 
-@pytest.mark.parametrize("name", ["scatter/direct", "reduce/direct", "sum/direct"])
-@every_size
-def test_a_rank_hears_from_one_other_at_each_step(
-    name: str, num_ranks: int, num_parts: int
-) -> None:
+@of("scatter/direct", "reduce/direct", "sum/direct")
+def test_a_rank_hears_from_one_other_at_each_step(run: Run) -> None:
     """No incast: with every rank at the same step, each target has one source."""
-    sent = [m for program in programs(name, num_ranks, num_parts) for m in messages(program, Send)]
+    sent = [m for program in run.programs for m in messages(program, Send)]
     load = Counter((m.step, m.target, m.chunk.part) for m in sent)
     assert set(load.values()) <= {1}
 
