@@ -5,7 +5,6 @@ Run: .venv/bin/python -m tests.checker.support.fuzz_all
 
 import random
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
+from tests.checker.support import page
 from tests.checker.support.fuzz import Report, cases, drawn, floors, try_types, written_in_place
-from tests.checker.support.page import write
 from tests.checker.support.recorded_rows import overloads_met, record
 
 SAMPLES: Final = 3
@@ -206,21 +205,17 @@ def document(summaries: Sequence[Summary]) -> str:
 
 def main() -> int:
     """Fuzzes everything; the exit status says whether anything was wrong."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    page.begin()
     summaries = [
         fuzz_operator(info, SAMPLES, DRAWS, thorough=True)
         if runs_here(info) or runs_forward(info)
         else Summary(name_of(info), info.supports_autograd)
         for info in op_db
     ]
-    write(document(summaries))
     record({name_of(info): overloads_met(info) for info in op_db if runs_here(info)})
     wrong = [claim for each in summaries for claim in each.wrong]
-    print(
-        "\n".join(wrong) or "no wrong claim", f"\n{sum(each.trials for each in summaries)} trials"
-    )
-    return 1 if wrong else 0
+    print(sum(each.trials for each in summaries), "trials")
+    return page.finish(document(summaries), wrong, "no wrong claim")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,6 @@
-"""Programs that are rejected, one for each kind of message.
-
-`python -m tests.checker.support.rejected` writes the messages to `tests/golden/rejections.txt`;
-read the difference before you commit it.
-"""
+"""Programs that are rejected, one for each kind of message."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,19 +11,15 @@ from shardmap_torch import (
     P,
     Partial,
     R,
-    ShardMapError,
     V,
     all_gather,
     all_reduce,
     axis_index,
-    check_program,
     convert,
     make_mesh,
     reinterpret,
-    shard_map,
 )
 
-GOLDEN: Final = Path(__file__).parents[2] / "golden" / "rejections.txt"
 MESH: Final = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
 W: Final = torch.ones(4, 4).requires_grad_()
 X: Final = torch.ones(8, 4).requires_grad_()
@@ -220,20 +211,3 @@ CASES: Final[tuple[tuple[Callable[..., Any], P, Any], ...]] = (
     (written_input, P(), P("dp")),
     (written_closure, P(), P("dp")),
 )
-
-
-def messages() -> str:
-    """Returns what the checker says about each."""
-    texts = []
-    for body, w_spec, out_specs in CASES:
-        mapped = shard_map(body, mesh=MESH, in_specs=(P("dp"), w_spec), out_specs=out_specs)
-        try:
-            check_program(mapped, X, W.detach().clone().requires_grad_())
-            texts.append(f"{body.__name__}: ACCEPTED")
-        except ShardMapError as error:
-            texts.append(f"[{type(error).__name__}] {error}")
-    return "\n\n".join(texts) + "\n"
-
-
-if __name__ == "__main__":
-    GOLDEN.write_text(messages())
