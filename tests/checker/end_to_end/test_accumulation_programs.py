@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checker.support.accumulations import SIZES, Accumulation, drawn, mutant, run
-from tests.support.fuzzing import sized
+from tests.support.fuzzing import sampled, sized
 
 SEEDS = range(sized(4, 200))
 
@@ -22,7 +22,7 @@ def is_that_of_one_device(program: Accumulation, sizes: tuple[int, int]) -> bool
     return torch.allclose(found, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", sampled(SIZES, (2, 2)))
 def test_a_right_loop_over_microbatches_is_accepted_and_that_of_one_device(
     sizes: tuple[int, int],
 ) -> None:

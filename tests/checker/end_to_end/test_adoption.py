@@ -17,10 +17,14 @@ from torch.utils._pytree import tree_leaves
 from shardmap_torch import I, P, ShardTypeError, all_reduce, axis_index, shard_map
 from tests.checker.support.one_device import ONE, RANKS, assert_is_refused, numbers
 
+# torch's own forward mode scripts some decompositions when it is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
 Body = Callable[..., Any]
 
 X: Final = numbers(4, 8)
 W: Final = numbers(8)
+SQUARE: Final = numbers(8, 8)
 CACHE: Final = (numbers(1, 2, 8, 4), numbers(1, 2, 1, 4), torch.tensor(2))
 HEADS: Final = P(None, "a")
 
@@ -34,28 +38,11 @@ def mlp_loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return all_reduce(h, "b", dst=I).square().mean()
 
 
-def by_func_grad(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    total = {k: torch.zeros_like(w) for k, w in p.items()}
-    for part in parts:
-        found = torch.func.grad(mlp_loss)(p, part)
-        total = {k: total[k] + found[k] / len(parts) for k in p}
-    return list(total.values())
-
-
 def by_backward(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
     leaves: Any = {k: w.detach().requires_grad_() for k, w in p.items()}
     for part in parts:
         (mlp_loss(leaves, part.detach()) / len(parts)).backward()  # Not into x.grad.
     return [w.grad for w in leaves.values()]
-
-
-def by_autograd_grad(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    leaves = {k: w.detach().requires_grad_() for k, w in p.items()}
-    total: list[Tensor] = []
-    for part in parts:
-        found = torch.autograd.grad(mlp_loss(leaves, part) / len(parts), [*leaves.values()])
-        total = [*map(torch.add, total, found)] if total else [*found]
-    return total
 
 
 def in_place(p: dict[str, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
@@ -132,6 +119,22 @@ def repeated_heads(c: Tensor, k: Tensor, pos: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(k, c, c, enable_gqa=True)
 
 
+def centroids(x: Tensor, centers: Tensor) -> Tensor:
+    """Takes a step of k-means."""
+    nearest = torch.cdist(x, centers).argmin(1)
+    chosen = functional.one_hot(nearest, centers.shape[0]).to(x.dtype)
+    total, count = all_reduce((chosen.T @ x, chosen.sum(0)), "a", dst=I)
+    return total / count.clamp(min=1)[:, None]
+
+
+def autoencoder(encoder: Tensor, decoder: Tensor, x: Tensor) -> Tensor:
+    """Adds a reconstruction and a divergence from a prior, each summed for a sample."""
+    code = x @ encoder
+    rebuilt = (code.tanh() @ decoder - x).square().sum(-1).mean()
+    prior = (code.square() - 1 - (code.square() + 0.1).log()).sum(-1).mean()
+    return all_reduce(rebuilt + 0.1 * prior, "a", op="mean", dst=I)
+
+
 OWN: Final = P(replicate={"a"})
 DP: Final = ((W, X), (OWN, P("a")), P())
 ROWS: Final = (P("a"), OWN)
@@ -141,9 +144,7 @@ TARGETS: Final = torch.tensor([0, 7, 3, 3])
 QUERIES, KEYS, VALUES = numbers(2, 4, 4, 4), numbers(2, 2, 4, 4), numbers(2, 2, 4, 4) + 1
 
 PROGRAMS: Final[dict[str, tuple[Body, Sequence[Tensor], Any, Any]]] = {
-    "accumulation by torch.func.grad": accumulation(by_func_grad),
     "accumulation by backward": accumulation(by_backward),
-    "accumulation by torch.autograd.grad": accumulation(by_autograd_grad),
     "accumulation in place": accumulation(in_place),
     "accumulation by vmap": accumulation(by_vmap),
     "ce_mean_global": (
@@ -188,6 +189,12 @@ PROGRAMS: Final[dict[str, tuple[Body, Sequence[Tensor], Any, Any]]] = {
     "cache_write_global by mask": (cache_by_mask, *WRITES),
     "cache_write_global attends": (attend_to_cache, *WRITES),
     "gqa_sdpa_global": (repeated_heads, *WRITES),
+    "k-means": (centroids, (numbers(8, 3), numbers(4, 3)), (P("a"), P()), P()),
+    "autoencoder": (autoencoder, (SQUARE, SQUARE.sin(), X), (P(), P(), P("a")), P()),
+    "Jacobian by columns": (
+        lambda x, w: torch.func.jacfwd(lambda w: (x @ w).tanh())(w),
+        *((X, W), (P("a"), P()), P("a")),
+    ),
 }
 
 

@@ -12,13 +12,10 @@ from shardmap_torch import (
     P,
     R,
     ShardTypeError,
-    V,
-    all_gather,
     all_reduce,
     check_program,
     convert,
     make_mesh,
-    reduce_scatter,
     shard_map,
 )
 from tests.nn.support.cases import (
@@ -70,47 +67,10 @@ class ReduceTwice(Reduce):
         return all_reduce(grad, "tp", dst=R)
 
 
-class Scatter(Mapping):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return convert(x, "tp", src=I, dst=V, dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return all_gather(grad, "tp", dim=1, dst=I)
-
-
-class Gather(Mapping):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return all_gather(x, "tp", dim=1, dst=R)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return reduce_scatter(grad, "tp", dim=1)
-
-
-class ReduceScatter(Mapping):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return reduce_scatter(x, "tp", dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return all_gather(grad, "tp", dim=1, dst=R)
-
-
 def blocks(x: Tensor, up: Tensor, down: Tensor, copy: Any = Copy, reduce: Any = Reduce) -> Tensor:
     for _ in range(2):
         x = x + reduce.of(torch.tanh(copy.of(x) @ up) @ down)
     return x
-
-
-def sequence_parallel(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    x = Scatter.of(x)
-    for _ in range(2):
-        x = x + ReduceScatter.of(torch.tanh(Gather.of(x) @ up) @ down)
-    return all_gather(x, "tp", dim=1, dst=I)
 
 
 def on_one_device(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -130,16 +90,14 @@ def over(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return replicated
 
 
-CASES = {
-    name: Case(over(body), on_one_device, SPECS, P("dp"), INPUTS)
-    for name, body in {"tensor": blocks, "sequence": sequence_parallel}.items()
-}
+CASE = Case(over(blocks), on_one_device, SPECS, P("dp"), INPUTS)
+CASES = {"blocks": CASE}
+"""Other mappings are those of examples/megatron_style."""
 
 
 @pytest.mark.parametrize("simulate", ["ranks", "auto"])
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_one_device(name: str, simulate: Any) -> None:
-    assert_equals_one_device(CASES[name], simulate)
+def test_values_and_gradients_are_those_of_one_device(simulate: Any) -> None:
+    assert_equals_one_device(CASE, simulate)
 
 
 def test_on_processes_values_and_gradients_are_those_of_one_device(gloo: Gloo) -> None:
@@ -204,8 +162,7 @@ def test_a_sum_of_the_forward_is_not_used_in_different_ways() -> None:
 
 
 def test_it_runs_again_without_another_check() -> None:
-    case = CASES["tensor"]
-    f = mapped(case, make_mesh((2, 2), ("dp", "tp"), kind="simulated"))
+    f = mapped(CASE, make_mesh((2, 2), ("dp", "tp"), kind="simulated"))
     first, second = (f(*(x.clone().requires_grad_() for x in INPUTS)) for _ in range(2))
     assert first.equal(second)
     for each in (first, second):

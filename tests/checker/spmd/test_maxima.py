@@ -25,7 +25,6 @@ from shardmap_torch import (
 )
 from tests.checker.support.one_device import (
     AXES,
-    RANKS,
     assert_is_one_device,
     assert_is_refused,
     numbers,
@@ -91,8 +90,7 @@ RIGHT: Final[dict[str, tuple[Callable[[Tensor], Tensor], Sequence[Tensor], P, P]
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_maximum_whose_gradient_cancels_out_may_have_it(name: str) -> None:
-    for mesh in (RANKS, VMAP):
-        assert_is_one_device(*RIGHT[name], mesh)
+    assert_is_one_device(*RIGHT[name], VMAP)
 
 
 def half_detached(x: Tensor) -> Tensor:

@@ -27,13 +27,17 @@ def assert_is_one_device(
     args: Sequence[Tensor],
     in_specs: Any,
     out_specs: P,
-    ranks: Mesh = RANKS,
+    batched: Mesh | None = None,
 ) -> None:
-    """Requires that ranks give the value and the gradients that one device gives."""
-    found = outcome_on(ranks, body, args, in_specs, out_specs)
+    """Requires that ranks give the value and the gradients that one device gives.
+
+    The program that passes on ranks is right on a `batched` mesh too.
+    """
     alone = outcome_on(ONE, body, args, in_specs, out_specs)
-    for actual, expected in zip(found, alone, strict=True):
-        torch.testing.assert_close(actual, expected)
+    for mesh, check in ((RANKS, "global"), (batched, True)):
+        found = alone if mesh is None else outcome_on(mesh, body, args, in_specs, out_specs, check)
+        for actual, expected in zip(found, alone, strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 def assert_is_refused(
@@ -50,11 +54,16 @@ def assert_is_refused(
 
 
 def outcome_on(
-    mesh: Mesh, body: Callable[..., Any], args: Sequence[Tensor], in_specs: Any, out_specs: P
+    mesh: Mesh,
+    body: Callable[..., Any],
+    args: Sequence[Tensor],
+    in_specs: Any,
+    out_specs: P,
+    check: Any = "global",
 ) -> list[Tensor]:
     """Returns the value and the gradients of all leaves, unsharded."""
     leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
-    mapped = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check="global")
+    mapped = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
     y = mapped(*leaves)
     smooth = [x for x in leaves if x.requires_grad]
     if not y.requires_grad:
