@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from shardmap_torch.checker.verify import verdict
-from tests.support.fuzzing import FUZZ
+from tests.support.fuzzing import FUZZ, sized
 from tests.support.pool import Gloo, Pool
 
 # No deadline: on a busy machine it measures the neighbours, and pytest-timeout catches a hang.
-hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "tests", deadline=None, print_blob=True, max_examples=sized(30, 100)
+)
 hypothesis.settings.load_profile("tests")
 
 
@@ -43,13 +45,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if skips else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that need several processes, or many runs, slow; skips what lacks a device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests that need several processes, or many runs, slow; skips what lacks a device.
+
+    Leaves out what only `make fuzz` runs: a third of all tests, of which each costs milliseconds.
+    """
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "faults": None if "SHARDMAP_FAULTS" in os.environ else "run by `make faults`",
-        "fuzz": None if FUZZ else "run by `make fuzz`",
     }
+    if not FUZZ:
+        full = [item for item in items if item.get_closest_marker("fuzz")]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if not item.get_closest_marker("fuzz")]
     for item in items:
         needs_processes = "gloo" in getattr(item, "fixturenames", ())
         if needs_processes or not SLOW.isdisjoint((item.path, *item.path.parents)):

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -88,7 +88,6 @@ def check(mesh: Mesh, case: Case) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
-@settings(max_examples=60)
 @given(data=st.data())
 def test_reshard_gives_what_cutting_by_the_target_gives(
     strategy: Strategy, data: st.DataObject
@@ -120,7 +119,6 @@ def test_reshard_gives_the_same_on_processes(gloo: Gloo) -> None:
     gloo(4).run(check_on_rank, FIXED)
 
 
-@settings(max_examples=100)
 @given(case=cases(dict(MESH.shape), max_dims=2))
 def test_a_plan_sends_no_more_than_gathering_what_differs_and_slicing(case: Case) -> None:
     src, dst, shape = case

@@ -27,6 +27,7 @@ from shardmap_torch import (
 from tests.parallel import models
 from tests.parallel.support.plans import R, llama_plan, mlp_plan, sequence_plan
 from tests.programs.support.harness import global_value, random, worker_mesh
+from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
 pytestmark = pytest.mark.slow
@@ -79,7 +80,7 @@ def grid(*sizes: int) -> DeviceMesh:
 def train(module: nn.Module, part: slice, mean: Callable[[Tensor], Tensor]) -> list[Step]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     steps = []
-    for step in range(3):
+    for step in range(sized(2, 3)):
         tokens = torch.randint(12, (4, 5), generator=torch.Generator().manual_seed(step))[part]
         optimizer.zero_grad()
         logits = module(tokens[:, :-1]).transpose(1, 2)
@@ -115,7 +116,7 @@ def with_fsdp(case: str) -> None:
     assert_trains_as_one_device(UNITS[case](mesh["dp"], mesh["tp"]), mesh["dp"])
 
 
-@pytest.mark.parametrize("case", UNITS)
+@pytest.mark.parametrize("case", sampled(UNITS, "its sequence sharded", "layer by layer"))
 def test_fsdp2_around_tensor_parallelism_trains_as_one_device(case: str, gloo: Gloo) -> None:
     gloo(4).run(with_fsdp, case, timeout=120)
 

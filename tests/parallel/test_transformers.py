@@ -17,16 +17,17 @@ from tests.parallel.support.transformers_models import (
     make_model,
 )
 from tests.programs.support.harness import global_value, worker_mesh
+from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
 SIMULATED = make_mesh((2,), ("tp",), kind="simulated")
 
 
 def train(name: str, model: Any) -> dict[str, Tensor]:
-    """Returns outputs and gradients of the first of five steps, and the parameters after them."""
+    """Returns outputs and gradients of the first of some steps, and the parameters after them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     found: dict[str, Tensor] = {}
-    for step in range(5):
+    for step in range(sized(2, 5)):
         optimizer.zero_grad()
         out: Any = model(**make_batch(name, step))
         assert type(out).__name__.endswith(("Output", "OutputWithPast", "Attentions"))
@@ -56,7 +57,7 @@ EXPERTS = {"experts_implementation": "batched_mm"}  # that by default computes i
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_five_steps_on_simulated_ranks_are_those_of_one_device(name: str) -> None:
+def test_steps_on_simulated_ranks_are_those_of_one_device(name: str) -> None:
     trains_alike(name, SIMULATED, **EXPERTS if name == "mixtral" else {})
 
 
@@ -76,8 +77,9 @@ def on_processes(name: str) -> None:
     trains_alike(name, worker_mesh((2,), ("tp",)), **EXPERTS if name == "mixtral" else {})
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_five_steps_on_processes_are_those_of_one_device(name: str, gloo: Gloo) -> None:
+# One model that is plain, one with packed weights, one with experts, one with two stacks.
+@pytest.mark.parametrize("name", sampled(CONFIGS, "llama", "gpt2", "mixtral", "t5"))
+def test_steps_on_processes_are_those_of_one_device(name: str, gloo: Gloo) -> None:
     gloo(2).run(on_processes, name, timeout=120)
 
 
@@ -120,8 +122,7 @@ def test_generation_on_simulated_ranks_gives_the_tokens_of_one_device(name: str)
     generates_alike(name, SIMULATED)
 
 
-SLOW = pytest.mark.slow
-FEW = [name if name in ("llama", "t5") else pytest.param(name, marks=SLOW) for name in DECODERS]
+FEW = sampled(DECODERS, "llama", "t5")
 
 
 @pytest.mark.parametrize("name", FEW)

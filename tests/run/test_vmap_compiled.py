@@ -38,7 +38,7 @@ from shardmap_torch import random as draws
 from shardmap_torch.optim import clip_by_global_norm
 from tests.programs.support.everywhere import same
 from tests.programs.support.harness import random, worker_mesh
-from tests.support.fuzzing import sampled
+from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
 pytestmark = [
@@ -266,7 +266,16 @@ def assert_compiles_once_a_size(mesh: Mesh, *sizes: tuple[int, int]) -> None:
 
 def test_a_step_that_recomputes_draws_accumulates_and_clips_compiles_once_a_size() -> None:
     mesh = make_mesh((2,), ("dp",), kind="simulated")
-    assert_compiles_once_a_size(mesh, (4, 1), (6, 2), (4, 2))
+    assert_compiles_once_a_size(mesh, *sized([(4, 1)], [(4, 1), (6, 2), (4, 2)]))
+
+
+def test_each_size_is_compiled_once() -> None:
+    f, graphs = shard_map(squared, mesh=TP, in_specs=P("tp"), out_specs=P("tp")), list[str]()
+    run = compiled(f, graphs)
+    for rows, count in ((4, 1), (6, 2), (4, 2)):
+        x = random((rows,), rows)
+        same(run(x), f(x))
+        assert len(graphs) == count
 
 
 def on_processes() -> None:

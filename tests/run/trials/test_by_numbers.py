@@ -33,6 +33,7 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials import by_numbers
 from tests.programs.support.everywhere import run_on
 from tests.run.trials.support.programs import CASES, Case, Mutant
+from tests.support.fuzzing import sampled
 from tests.support.pool import Gloo
 
 WRONG: Final = [(case, wrong) for case in CASES for wrong in case.wrong]
@@ -261,16 +262,16 @@ def test_ids_are_drawn_from_all_that_they_look_up() -> None:
 LABELS: Final = torch.tensor([0, 3, -100, 1, -1, 2])
 
 
-@pytest.mark.parametrize("total", [True, False])
-@pytest.mark.parametrize(
-    "is_valid",
-    [
-        lambda labels: labels >= 0,
-        lambda labels: ~(labels < 0),
-        lambda labels: (labels != -100) & (labels != -1),
-        lambda labels: labels > -1,
-    ],
+VALID: Final[tuple[Change, ...]] = (
+    lambda labels: labels >= 0,
+    lambda labels: (labels != -100) & (labels != -1),
+    lambda labels: ~(labels < 0),
+    lambda labels: labels > -1,
 )
+
+
+@pytest.mark.parametrize("total", [True, False])
+@pytest.mark.parametrize("is_valid", sampled(VALID, *VALID[:2]))
 def test_integers_are_drawn_beyond_the_limits_of_conditions(is_valid: Change, total: bool) -> None:
     def loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
         logits = x @ w + convert(gathered(x, w), "cp", src=I, dst=R)
@@ -290,7 +291,15 @@ def test_integers_are_drawn_beyond_the_limits_of_conditions(is_valid: Change, to
             check_program(f, X, W, LABELS)
 
 
-@pytest.mark.parametrize("change", [Tensor.abs, Tensor.relu, lambda i: i.clamp(min=0), Tensor.sign])
+LIMITED: Final[tuple[Change, ...]] = (
+    Tensor.abs,
+    lambda i: i.clamp(min=0),
+    Tensor.relu,
+    Tensor.sign,
+)
+
+
+@pytest.mark.parametrize("change", sampled(LIMITED, *LIMITED[:2]))
 def test_integers_have_to_be_on_both_sides_of_a_limit(change: Change) -> None:
     def body(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
         rows = gathered(x + functional.embedding(ids, w), w)
