@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
+from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.source_location import error_site
 from shardmap_torch.errors import show
@@ -143,6 +144,8 @@ class Comparison:
 
     def _limits_of_ranks(self) -> Limits:
         """Returns the numbers by which conditions change on the ranks, as at edges of blocks."""
+        if all(is_real(like.dtype) for like in self.ranks.likes.values()):
+            return {}  # they are those of integers
         try:
             return self.ranks.run(Draw(0, blocks=self.ranks.blocks))[1].limits
         except Exception:  # the user's code; the first trial shows it

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.rank import current_rank
 from shardmap_torch.checker.rules.infer import name_arguments, signature_of, tensors_of
+from shardmap_torch.checker.rules.registry import MEANINGS, interpreted
 from shardmap_torch.checker.spmd.ops.losses import READING_TARGETS
 from shardmap_torch.core.autograd_state import NONE, running_backward
 from shardmap_torch.core.functorch import base_of
@@ -332,6 +333,8 @@ class _Wide(TorchDispatchMode):
         self._is_steady, self._is_backward = run.steady, rank is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MEANINGS:
+            return interpreted(func, args, kwargs or {}, self)
         args, kwargs = self._prepared(operators.name_of(func), args, dict(kwargs or {}))
         out = self._computed(func, args, kwargs)
         for x in _tensors([out]):
@@ -382,6 +385,8 @@ class _Watch(_Wide):
         self._count: dict[tuple[Site | None, str], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MEANINGS:
+            return interpreted(func, args, kwargs or {}, self)
         name = operators.name_of(func)
         args, kwargs = self._prepared(name, args, dict(kwargs or {}))
         arguments = name_arguments(func, args, kwargs)
