@@ -342,14 +342,12 @@ class Mesh(Grid):
         self._forget()
         self._state.own.clear()
         self._state.epoch, self._state.remade = control.epoch, True
-        # DTensors on the mesh use the same groups.
-        names = within(
-            control.timeout,
-            "recover()",
-            lambda: [self.group((axis,)).group_name for axis in self.axis_names],
-        )
+        # DTensors on the mesh use the same groups, and torch.compile finds them by their names.
+        make = lambda: [self.group((axis,)) for axis in self.axis_names]  # noqa: E731
+        groups = within(control.timeout, "recover()", make)
         if hasattr(self.device_mesh, "_dim_group_names"):
-            self.device_mesh._dim_group_names = names
+            self.device_mesh._dim_group_names = names = [each.group_name for each in groups]
+            self.device_mesh._get_root_mesh()._pg_registry.update(zip(names, groups, strict=True))
 
     def close(self) -> None:
         """Destroys the groups that this mesh has made; it cannot be used any more.

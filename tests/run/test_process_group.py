@@ -165,22 +165,16 @@ def failure(mesh: Mesh) -> None:
 
     x = torch.arange(4.0)
     f = shard_map(lambda x: all_reduce(x, "tp", dst=I), mesh=mesh, in_specs=P("tp"), out_specs=P())
-    with (
-        mock.patch.object(Wire, "reduce", lost),
-        pytest.raises(CommunicationError) as caught,
-    ):
+    with mock.patch.object(Wire, "reduce", lost), pytest.raises(CommunicationError) as caught:
         f(x)
     rank = torch.distributed.get_rank()
     site = f"test_process_group.py:{failure.__code__.co_firstlineno + 5}"
     head, *_ = str(caught.value).splitlines()
     assert head == (
         f"all_reduce('tp', Partial -> I) on the process_group mesh (tp=2), at {site}, failed "
-        "on rank "
-        f"{rank}: connection closed by peer"
+        f"on rank {rank}: connection closed by peer"
     )
-    with pytest.raises(
-        MeshError, match=r"are broken since an error: all_reduce\('tp', Partial -> I\)"
-    ):
+    with pytest.raises(MeshError, match=r"broken since an error: all_reduce\('tp', Partial -> I\)"):
         f(x)
     mesh.recover()
     same(f(x), x[:2] + x[2:])
@@ -188,6 +182,18 @@ def failure(mesh: Mesh) -> None:
 
 def test_what_torch_distributed_raises_names_collective_and_rank(gloo: Gloo) -> None:
     run_on("gloo", failure, gloo)
+
+
+def compiled_after_a_recovery() -> float:
+    mesh, axes = make_mesh((2, 2), ("dp", "tp")), ("dp", "tp")
+    mesh.recover()
+    f = shard_map(lambda x: all_reduce(x, axes, dst=I), mesh=mesh, in_specs=P(axes), out_specs=P())
+    y: Tensor = torch.compile(f, backend="eager")(torch.ones(4))
+    return y.item()
+
+
+def test_after_a_recovery_what_is_compiled_finds_the_new_groups(gloo: Gloo) -> None:
+    assert gloo(4).run(compiled_after_a_recovery) == [4.0] * 4
 
 
 def freed() -> list[bool]:
