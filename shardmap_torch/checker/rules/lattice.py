@@ -37,7 +37,8 @@ class Reason:
 MIXED: Final = Reason(
     "the I operand's gradient would differ between ranks and never be summed",
     "convert the I operand with convert(x, {axis}, src=I, dst=R), which sums its gradient, or "
-    "detach it if it needs none.",
+    "detach it if it needs none. If the other is an addend, as a row-parallel product is, take the "
+    "sum first, with all_reduce(x, {axis}, dst=I).",
 )
 COUNTED: Final = Reason(
     "an addend that is equal on all ranks would be counted once per rank",

@@ -30,9 +30,9 @@ GATHER: Final = "gather it first, with all_gather."
 """Advice where a dim must be unsharded."""
 
 MICROBATCHES: Final = (
-    "gather it first, with all_gather; of a batch that is divided into microbatches make the "
-    "microbatches a dim of its own: pass x.view(micro, rows, ...), sharded as P(None, axis), and "
-    "loop over x.unbind(0)."
+    "gather it first, with all_gather; or make the parts a dim of their own: microbatches by "
+    "x.view(micro, rows, ...), sharded as P(None, axis), and x.unbind(0); matrices packed in one "
+    "weight by [d, h, parts], sharded as P(None, axis), and x.unbind(-1)."
 )
 """Advice where a sharded dim is taken apart."""
 

@@ -64,7 +64,8 @@ def test_a_missing_backward_all_reduce_with_an_identical_forward_is_rejected() -
         "  self: float64[8, 6], I, from input x (P(invariant={'tp'}))\n"
         "  mat2: float64[6, 2], V, from input w (P(None, 'tp'))\n"
         "Fix: convert the I operand with convert(x, 'tp', src=I, dst=R), which sums its gradient, "
-        "or detach it if it needs none.\n"
+        "or detach it if it needs none. If the other is an addend, as a row-parallel product is, "
+        "take the sum first, with all_reduce(x, 'tp', dst=I).\n"
         "Tried, and accepted also by check='global': replicate={'tp'} in the spec of input x "
         "(P(invariant={'tp'}))"
     )
