@@ -1,6 +1,7 @@
 """Compares the estimated memory of steps with what they allocate on 1, 2 and 4 processes.
 
     .venv/bin/python -m benchmarks.planning_memory
+    .venv/bin/python -m benchmarks.planning_memory 4 Llama  # on 4 processes, cases of this name
 
 Allocations are counted, not measured: a mode sees every operation of a real step, and when each
 storage that it makes is freed.
@@ -8,7 +9,7 @@ storage that it makes is freed.
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -146,10 +147,21 @@ def estimated(case: Case) -> int:
     return max(dry_run(step, args, {}).live())
 
 
+def named(found: Iterable[Case]) -> Iterator[Case]:
+    """Yields the cases whose names begin with a word of the command line, if it has any."""
+    words = tuple(word for word in sys.argv[1:] if word[0].isupper())
+    yield from (case for case in found if not words or case.name.startswith(words))
+
+
+def counts(default: Sequence[int]) -> Sequence[int]:
+    """Returns the numbers of processes of the command line, if it has any."""
+    return [int(word) for word in sys.argv[1:] if word.isdigit()] or default
+
+
 def rank() -> None:
     """Compares on one rank; the first prints."""
     dist.init_process_group("gloo")
-    for case in cases(dist.get_world_size()):
+    for case in named(cases(dist.get_world_size())):
         real = allocated(case)
         if dist.get_rank() == 0:
             ratio = estimated(case) / real
@@ -159,9 +171,9 @@ def rank() -> None:
 
 def main() -> None:
     """Starts the ranks."""
-    for num_ranks in (1, 2, 4):
+    for num_ranks in counts((1, 2, 4)):
         command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)
-        module = "-m", "benchmarks.planning_memory", "--rank"
+        module = "-m", "benchmarks.planning_memory", "--rank", *sys.argv[1:]
         subprocess.run([sys.executable, *command, *module], check=True)
 
 

@@ -1,6 +1,7 @@
 """Compares the estimated time of steps with what they take on 1, 2 and 4 processes of this machine.
 
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planning_time
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planning_time 2 MLP GPT  # 2 processes, these
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.planning_time meshes
 
 The cases are those of `planning_memory`, and MLPs. Steps take the lower quartile of ten turns.
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import planning_memory
-from benchmarks.planning_memory import Built, Case
+from benchmarks.planning_memory import Built, Case, counts, named
 from examples.gpt.parallel import Parallel
 from shardmap_torch import I, Mesh, P, all_reduce, device_put, make_mesh, shard_map, value_and_grad
 from shardmap_torch.optim import sync_gradients
@@ -99,7 +100,7 @@ def rank(find: Callable[[int], Iterator[Case]]) -> None:
     dist.init_process_group("gloo")
     num_ranks = dist.get_world_size()
     here = this_machine(make_mesh((num_ranks,), ("ranks",), kind="process_group"))
-    for case in find(num_ranks):
+    for case in named(find(num_ranks)):
         mesh = case.mesh("process_group")
         built = step, args, _ = case.build(mesh)
         found = estimate(step, *args, hardware=here)
@@ -114,14 +115,14 @@ def rank(find: Callable[[int], Iterator[Case]]) -> None:
             )
 
 
-def main(which: str, counts: Sequence[int]) -> None:
+def main(which: str, numbers: Sequence[int]) -> None:
     """Starts the ranks, and sums up what they print."""
     head = f"{'measured':>12}  {'estimated':>12}  ratio   {'processor':>9}  estimated  ratio"
     print(f"{'case':44} {head}", flush=True)
     found: list[list[float]] = []
-    for num_ranks in counts:
+    for num_ranks in numbers:
         command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)
-        module = "-m", "benchmarks.planning_time", "--rank", which
+        module = "-m", "benchmarks.planning_time", "--rank", *sys.argv[1:]
         with subprocess.Popen(
             [sys.executable, *command, *module], stdout=subprocess.PIPE, text=True
         ) as ranks:
@@ -146,8 +147,7 @@ def _correlation(one: list[float], other: list[float]) -> float:
 
 if __name__ == "__main__":
     which = "meshes" if "meshes" in sys.argv else "cases"
-    numbers = [int(word) for word in sys.argv[1:] if word.isdigit()]
     if "--rank" in sys.argv:
         rank({"meshes": meshes, "cases": cases}[which])
     else:
-        main(which, numbers or ([4] if which == "meshes" else [1, 2, 4]))
+        main(which, counts([4] if which == "meshes" else [1, 2, 4]))

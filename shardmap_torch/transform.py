@@ -235,6 +235,7 @@ def shard_map(
     # `planning` calls these.
     mapped._shardmap_shapes = body.shapes_call  # type: ignore[attr-defined]
     mapped._shardmap_dry = body._checked.without_data  # type: ignore[attr-defined]
+    mapped._shardmap_is_local = strictness in (None, "local")  # type: ignore[attr-defined]
     return mapped
 
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardmap_torch.backends.rank import RankBackend, on_one_rank
 from shardmap_torch.boundary.call import Call, run_body
-from shardmap_torch.checker.api import ask_mapped
+from shardmap_torch.checker.api import ask_mapped, stand_ins
 from shardmap_torch.checker.ir.fake_results import (
     Key,
     fake_mode,
@@ -30,11 +30,12 @@ from shardmap_torch.checker.ir.fake_results import (
     look_up,
     run_fake,
 )
-from shardmap_torch.checker.rules.infer import name_arguments, tensors_of
+from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments, tensors_of
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.storage import covers_storage
 from shardmap_torch.core.torch_private.engine import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -49,6 +50,7 @@ from shardmap_torch.errors import TransformError
 from shardmap_torch.kernels.transport import Transport
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.planning.overlapped import transport_of
+from shardmap_torch.run.drawing import Drawing
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.spec import P
 
@@ -229,12 +231,16 @@ class Dry:
     verdict: Verdict
     resized: bool
 
-    def has_specs_of(self, other: Call) -> bool:
-        """Returns whether another call differs in sizes only, as far as its arguments show."""
-        mine, theirs = self.given, other
-        return (mine.match.paths, mine.match.specs, mine.out_specs, mine.mesh.axis_names) == (
-            theirs.match.paths, theirs.match.specs, theirs.out_specs, theirs.mesh.axis_names,
-        )  # fmt: skip
+    def tells(self, other: Call) -> bool:
+        """Returns whether another call differs in sizes only, as far as its arguments show.
+
+        Not of a body that asks for its rank: it runs for the first one alone.
+        """
+        mine, theirs = (
+            (x.match.paths, x.match.specs, x.out_specs, x.mesh.axis_names, x.mapped, x.donated)
+            for x in (self.given, other)
+        )
+        return mine == theirs and not self.verdict.traits.asks
 
 
 def checked(
@@ -243,7 +249,7 @@ def checked(
     """Returns a checked call for a run on tensors without data.
 
     It is not checked if `alike` was, a call of the same specs and other sizes; the run then departs
-    where it does something else than that.
+    where it does something else than that. Strictness "global" asks for sizes and numbers too.
     """
     return ask_mapped("estimate", f, partial(_checked, alike=alike), args, kwargs)
 
@@ -251,8 +257,9 @@ def checked(
 def _checked(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], alike: Dry | None
 ) -> Dry:
+    args, kwargs = stand_ins((args, kwargs))  # once for the three calls below
     given = f._shardmap_shapes(args, kwargs)  # type: ignore[attr-defined]
-    resized = alike is not None and alike.has_specs_of(given)
+    resized = alike is not None and f._shardmap_is_local and alike.tells(given)  # type: ignore[attr-defined]
     if alike is not None and resized:
         verdict, call = alike.verdict, given
     else:  # after a check, which may make arguments of tensors that the body closes over
@@ -274,7 +281,9 @@ def run_dry(call: Call, counts: bool = False, compares: bool = False) -> DryRun:
         local = [_shard(call, position) for position in call.crossing]
         tape.hold(local)
         try:
-            result = run_body(call, _Dry(call.mesh, tape), local)
+            backend = _Dry(call.mesh, tape)
+            drawing = Drawing(call.mesh, backend.place, lambda: 0) if call.draws else None
+            result = run_body(call, backend, local, drawing)
         except (DataDependentOutputException, UnsupportedOperatorException) as error:
             raise TransformError(
                 f"{call.name}: an estimate runs without data, and the body asks for the value of a "
@@ -327,6 +336,11 @@ class _Dry(RankBackend):
         shape = MOVEMENTS[collective.move].shape(collective, tuple(x.shape), num_ranks)
         y = self._tape.message(collective.move, collective, x, shape, num_ranks, number)
         return partial(self._finish, collective, number, [y])
+
+    def rank_along(self, axes: tuple[str, ...]) -> int | None:
+        """Returns the position of the first rank, and notes that the body asks for its own."""
+        self._tape.note(axes, ())
+        return super().rank_along(axes)
 
     def transport(self, axes: tuple[str, ...]) -> Transport:
         """Returns what overlapped kernels send on: messages of their own, beside their matmuls."""
@@ -388,7 +402,7 @@ class Tape(TorchDispatchMode):
     def _record(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         out, cost = self._run(func, args, kwargs)
         if self._compares:
-            self.note(func, [*tensors_of(out)], _choices(func, args, kwargs), (args, kwargs))
+            self.note((func, cost.choices), [*tensors_of(out)], (args, kwargs))
         self._sites.setdefault(sequence_number() - 1, call_site())
         made = self._blocks([*tensors_of(out)], cost.name)
         if (made and not cost.is_free) or func._schema.is_mutable:
@@ -424,13 +438,13 @@ class Tape(TorchDispatchMode):
         for block in self.run.blocks:
             block.owner, block.site, block.born = ARGUMENT, None, 0
 
-    def note(
-        self, what: object, made: Sequence[Tensor], choices: Any = (), operands: Any = ()
-    ) -> None:
+    def note(self, what: object, made: Sequence[Tensor], operands: Any = ()) -> None:
         """Notes an operator in `DryRun.program`: its line, its operands, and what it makes."""
-        read = [_number(x) for x in flatten(operands)[0] if isinstance(x, Tensor)]
-        known = [_number(x) for x in made]
-        self.run.program = hash((self.run.program, what, choices, call_site(), *read, None, *known))
+        given = [x for x in flatten(operands)[0] if isinstance(x, Tensor)]
+        read = [(_number(x), _kind(x)) for x in given]
+        known, kinds = [_number(x) for x in made], [*map(_kind, made)]
+        here = what, call_site(), torch.is_grad_enabled()
+        self.run.program = hash((self.run.program, *here, *read, None, *known, *kinds))
         for at, x in enumerate(made):
             if known[at] is None:
                 x._shardmap_number = (self._noted, at)  # type: ignore[attr-defined]
@@ -465,11 +479,16 @@ class Tape(TorchDispatchMode):
 
     def step(self, name: str, **what: Any) -> None:
         """Records a step, with the user's line."""
-        node = current_autograd_node()
-        site = call_site() if node is None else self._sites.get(node._sequence_nr())
         what |= {"calls": self._calls, "frames": self._frames}
-        self.run.steps.append(Step(name, site, node is not None, **what))
+        self.run.steps.append(Step(name, *self._where(), **what))
         self._calls = self._frames = 0
+
+    def _where(self) -> tuple[Site | None, bool]:
+        """Returns the user's line, in a backward that of the forward, and whether it is in one."""
+        node = current_autograd_node()
+        return (
+            (call_site(), False) if node is None else (self._sites.get(node._sequence_nr()), True)
+        )
 
     def _blocks(self, tensors: Sequence[Tensor], name: str) -> int:
         """Records the storages that are new; returns their number."""
@@ -479,12 +498,7 @@ class Tape(TorchDispatchMode):
             key = storage._cdata
             if key in self._known:
                 continue
-            node = current_autograd_node()
-            site = call_site() if node is None else self._sites.get(node._sequence_nr())
-            block = Block(
-                storage.nbytes(), name, site, node is not None,
-                len(self.run.steps) + 1,
-            )  # fmt: skip
+            block = Block(storage.nbytes(), name, *self._where(), len(self.run.steps) + 1)
             self.run.blocks.append(block)
             self._known[key] = ref(storage, partial(self._freed, key, block)), block
         return len(self.run.blocks) - before
@@ -499,10 +513,20 @@ def _number(x: Tensor) -> tuple[int, int] | None:
     return vars(x).get("_shardmap_number")
 
 
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    """Returns what types depend on beside values: writes to all of a storage, dims of size 1."""
+    fills = covers_storage(x, x.untyped_storage())
+    return x.dtype, x.requires_grad, fills, *[size == 1 for size in x.shape]
+
+
 def _choices(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the arguments of an operator that are no tensors, sizes or numbers: dims, dtypes."""
+    """Returns the arguments of an operator that are no tensors, sizes or numbers: dims, dtypes.
+
+    Of numbers it is whether the operator draws, as dropout does at no probability of 0.
+    """
     given = [(at, each) for at, each in enumerate(args) if at in _chosen(func)]
-    return repr(given + [(name, each) for name, each in kwargs.items() if name in _chosen(func)])
+    given += [(name, each) for name, each in kwargs.items() if name in _chosen(func)]
+    return repr(given), may_draw(func) and draws(func, name_arguments(func, args, kwargs))
 
 
 @cache
@@ -553,6 +577,7 @@ class _Cost:
     traffic: int
     dtype: torch.dtype
     is_free: bool
+    choices: Any
     operation: Operation
 
     @classmethod
@@ -567,6 +592,7 @@ class _Cost:
             sum(map(_nbytes, [*operands, *results])),
             results[0].dtype if results else torch.float32,
             is_free="empty" in name,
+            choices=_choices(func, args, kwargs),
             operation=Operation(func, map_tensors(Like.of, args), map_tensors(Like.of, kwargs)),
         )
 

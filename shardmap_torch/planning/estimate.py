@@ -16,6 +16,7 @@ from shardmap_torch.planning.page import entries, timeline
 from shardmap_torch.planning.schedule import Span, schedule
 from shardmap_torch.report.page import Page, Shown, Table
 from shardmap_torch.report.units import show_bytes, show_seconds
+from shardmap_torch.run.safety.full_collections import postponing_full_collections
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,7 +33,8 @@ class Estimate(Shown):
 
     @lazy
     def _schedule(self) -> tuple[list[Span], Mapping[str, float]]:
-        return schedule(self.run, self.hardware)
+        with postponing_full_collections():
+            return schedule(self.run, self.hardware)
 
     @property
     def spans(self) -> Sequence[Span]:

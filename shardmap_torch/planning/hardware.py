@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from shardmap_torch.core.caching import memo
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.planning.dry_run import DryRun, Step
@@ -73,13 +74,14 @@ class Hardware:
         """
         return [0.0] * len(run.steps)
 
-    def sending(self, step: Step, num_ranks: int, here: int) -> float:
-        """Computes the time of a collective over ranks of which a host has `here`.
+    def sending(self, step: Step, mesh: Mesh) -> float:
+        """Computes the time of a collective.
 
         It is a ring, or a tree for sums so small that its fewer messages count for more. A ring
         that has k ranks of each host crosses to the next host over k links at once, and goes no
         faster than inside one.
         """
+        num_ranks, here = mesh.num_ranks(step.axes), ranks_per_host(mesh, step.axes, self.devices)
         is_inside = here == num_ranks
         latency = self.latency if is_inside else self.latency_between
         across = self.between if here == 1 else min(self.inside, here * self.between)
@@ -91,6 +93,7 @@ class Hardware:
         return min(ring, depth * (latency + step.sent / bandwidth))
 
 
+@memo
 def ranks_per_host(mesh: Mesh, axes: Sequence[str], devices: int) -> int:
     """Counts the ranks along `axes` that are on the host of the first one.
 

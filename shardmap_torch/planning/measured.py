@@ -113,13 +113,13 @@ class ThisMachine(Hardware):
             return super().seconds(step)
         return self.sharing * self._timed(step.operation, _operator, time.thread_time)
 
-    def sending(self, step: Step, num_ranks: int, here: int) -> float:
+    def sending(self, step: Step, mesh: Mesh) -> float:
         """Times a message between processes, which begin it when they have computed for a while.
 
         So the wait for the last one to begin is part of it, as in a step.
         """
         if step.operation is None or self.mesh is None:
-            return super().sending(step, num_ranks, here)
+            return super().sending(step, mesh)
         apart = 2.0 ** ceil(log2(self.apart)) if self.apart > SHORTEST else 0.0
         make = partial(_message, ProcessGroupBackend(self.mesh), apart)
         seconds = self._timed(step.operation, make, time.perf_counter, apart)

@@ -129,8 +129,9 @@ def best_mesh(
 
     Every factorization of the ranks over the axes, in this order, is tried: the step is built,
     checked and estimated. Steps that call the same operators on the same operands, on the same
-    lines and up to sizes, are checked once: types do not depend on sizes. The best one is checked
-    in any case. What cannot be built, such as heads that do not divide, is listed with its reason.
+    lines and up to sizes, are checked once, for types do not depend on other sizes; global
+    strictness checks each, and the best one is checked in any case. What cannot be built, such as
+    heads that do not divide, is listed with its reason.
 
     Args:
         build: makes the step for a mesh, with a batch of the same global size on each.

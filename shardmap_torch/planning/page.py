@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Final
 
@@ -64,48 +63,28 @@ def _area(spans: Sequence[Span], live: Sequence[int], seconds: float, peak: int)
     return f"M0 {AREA}{line}V{AREA}Z"
 
 
-@dataclass
-class _Cost:
-    """The steps of one line, of the forward or the backward.
-
-    Attributes:
-        seconds: that they take.
-        flops: that they compute.
-        sent: bytes that they send.
-        steps: their number.
-    """
-
-    seconds: float = 0.0
-    flops: int = 0
-    sent: int = 0
-    steps: int = 0
-
-
 def entries(spans: Sequence[Span], peak: Line | None) -> Mapping[Line, Sequence[Entry]]:
     """Says beside each line what its operators and messages take, forward and backward."""
-    costs: defaultdict[Line, defaultdict[tuple[bool, bool], _Cost]]
-    costs = defaultdict(lambda: defaultdict(_Cost))
+    kinds: defaultdict[Line, defaultdict[tuple[bool, bool], list[Span]]]
+    kinds = defaultdict(lambda: defaultdict(list))
     for span in spans:
         step = span.step
         if step.site is not None:
-            cost = costs[step.site.file, step.site.line][bool(step.axes), step.backward]
-            cost.seconds += span.end - span.start
-            cost.flops += step.flops
-            cost.sent += step.sent
-            cost.steps += 1
-    found = {line: [*_of_line(each)] for line, each in costs.items()}
+            kinds[step.site.file, step.site.line][bool(step.axes), step.backward].append(span)
+    found = {line: [*_of_line(each)] for line, each in kinds.items()}
     if peak in found:
         found[peak].append(Entry("Here most memory is alive."))
     return found
 
 
-def _of_line(costs: Mapping[tuple[bool, bool], _Cost]) -> Iterator[Entry]:
-    for (is_message, backward), cost in sorted(costs.items()):
-        what = ("message" if is_message else "operator") + "s" * (cost.steps > 1)
-        words = [f"{cost.flops:.3g} FLOP"] * bool(cost.flops)
-        words += [f"sends {show_bytes(cost.sent)}"] * bool(cost.sent)
+def _of_line(kinds: Mapping[tuple[bool, bool], Sequence[Span]]) -> Iterator[Entry]:
+    for (is_message, backward), spans in sorted(kinds.items()):
+        seconds = sum(span.end - span.start for span in spans)
+        flops, sent = sum(span.step.flops for span in spans), sum(span.step.sent for span in spans)
+        what = ("message" if is_message else "operator") + "s" * (len(spans) > 1)
+        words = [f"{flops:.3g} FLOP"] * bool(flops) + [f"sends {show_bytes(sent)}"] * bool(sent)
         yield Entry(
-            f"{show_seconds(cost.seconds)} of {cost.steps} {what}" + ", backward" * backward,
+            f"{show_seconds(seconds)} of {len(spans)} {what}" + ", backward" * backward,
             "collective" if is_message else "value",
             more=", ".join(words),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardmap_torch.planning.dry_run import DryRun, Step
-from shardmap_torch.planning.hardware import Hardware, ranks_per_host
+from shardmap_torch.planning.hardware import Hardware
 
 COMPUTE: Final = "compute"
 MESSAGES: Final = "messages"
@@ -41,7 +41,6 @@ def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, 
     spans: list[Span] = []
     exposed: defaultdict[str, float] = defaultdict(float)
     arrives: dict[int | None, float] = {}
-    rings = _rings(run, hardware)
     for step, late in zip(run.steps, hardware.overheads(run), strict=True):
         computing += late
         if not step.axes:
@@ -52,7 +51,7 @@ def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, 
         else:
             begins = computing if step.after is None else computed[step.after]
             start = max(begins, sending)
-            lane, end = MESSAGES, start + hardware.sending(step, *rings[step.axes])
+            lane, end = MESSAGES, start + hardware.sending(step, run.mesh)
             sending = arrives[step.number] = end
         spans.append(Span(step, lane, start, end))
         if step.axes and (step.waits or step.number is None or not hardware.hides):
@@ -60,12 +59,3 @@ def schedule(run: DryRun, hardware: Hardware) -> tuple[list[Span], Mapping[str, 
             computing = end
         computed.append(computing)
     return spans, exposed
-
-
-def _rings(run: DryRun, hardware: Hardware) -> Mapping[tuple[str, ...], tuple[int, int]]:
-    """Returns the number of ranks along the axes of each collective, and how many a host has."""
-    axes = {step.axes for step in run.steps if step.axes}
-    mesh = run.mesh
-    return {
-        each: (mesh.num_ranks(each), ranks_per_host(mesh, each, hardware.devices)) for each in axes
-    }

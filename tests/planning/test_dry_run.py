@@ -110,7 +110,7 @@ def program(ranks: int, **changes: Any) -> int:
 
 def test_programs_are_equal_up_to_sizes() -> None:
     plain = program(2)
-    assert program(4, length=1, scale=3.0) == plain
+    assert program(4, length=3, scale=3.0) == plain
     others = {"op": torch.sub, "second": 0, "cut": 1, "dim": 1, "dtype": torch.float64}
     for name, value in others.items():
         assert program(2, **{name: value}) != plain, name

@@ -62,7 +62,9 @@ def test_a_small_sum_is_a_tree_and_a_large_one_a_ring() -> None:
     device = Hardware(
         "x", {torch.float32: 1.0}, 1, 1.0, inside=10.0, between=1.0, latency=1.0, devices=8
     )  # fmt: skip
-    small, large = (Step("all_reduce", None, False, sent=n, hops=14) for n in (1, 1000))
+    mesh = make_mesh((8,), ("tp",), kind="abstract")
+    steps = (Step("sum", None, False, sent=n, axes=("tp",), hops=14) for n in (1, 1000))
+    small, large = (device.sending(step, mesh) for step in steps)
     # Up and down a tree of 8 ranks, 3 deep; 14 messages around a ring.
-    assert device.sending(small, 8, 8) == pytest.approx(6 * (1 + 0.1))
-    assert device.sending(large, 8, 8) == pytest.approx(14 + 100)
+    assert small == pytest.approx(6 * (1 + 0.1))
+    assert large == pytest.approx(14 + 100)
