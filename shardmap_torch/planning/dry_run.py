@@ -402,10 +402,12 @@ class Tape(TorchDispatchMode):
     def _record(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         out, cost = self._run(func, args, kwargs)
         if self._compares:
-            self.note((func, cost.choices), [*tensors_of(out)], (args, kwargs))
+            given = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+            fills = [covers_storage(x, x.untyped_storage()) for x in given if cost.writes]
+            self.note((func, cost.choices, *fills), [*tensors_of(out)], given)
         self._sites.setdefault(sequence_number() - 1, call_site())
         made = self._blocks([*tensors_of(out)], cost.name)
-        if (made and not cost.is_free) or func._schema.is_mutable:
+        if (made and not cost.is_free) or cost.writes:
             self.step(
                 cost.name, flops=cost.flops, traffic=cost.traffic, dtype=cost.dtype,
                 operation=cost.operation,
@@ -438,10 +440,9 @@ class Tape(TorchDispatchMode):
         for block in self.run.blocks:
             block.owner, block.site, block.born = ARGUMENT, None, 0
 
-    def note(self, what: object, made: Sequence[Tensor], operands: Any = ()) -> None:
+    def note(self, what: object, made: Sequence[Tensor], operands: Sequence[Tensor] = ()) -> None:
         """Notes an operator in `DryRun.program`: its line, its operands, and what it makes."""
-        given = [x for x in flatten(operands)[0] if isinstance(x, Tensor)]
-        read = [(_number(x), _kind(x)) for x in given]
+        read = [(_number(x), _kind(x)) for x in operands]
         known, kinds = [_number(x) for x in made], [*map(_kind, made)]
         here = what, call_site(), torch.is_grad_enabled()
         self.run.program = hash((self.run.program, *here, *read, None, *known, *kinds))
@@ -514,9 +515,8 @@ def _number(x: Tensor) -> tuple[int, int] | None:
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
-    """Returns what types depend on beside values: writes to all of a storage, dims of size 1."""
-    fills = covers_storage(x, x.untyped_storage())
-    return x.dtype, x.requires_grad, fills, *[size == 1 for size in x.shape]
+    """Returns what types depend on beside values: the dtype, and which dims have one item."""
+    return x.dtype, x.requires_grad, *[size == 1 for size in x.shape]
 
 
 def _choices(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -577,6 +577,7 @@ class _Cost:
     traffic: int
     dtype: torch.dtype
     is_free: bool
+    writes: bool
     choices: Any
     operation: Operation
 
@@ -592,6 +593,7 @@ class _Cost:
             sum(map(_nbytes, [*operands, *results])),
             results[0].dtype if results else torch.float32,
             is_free="empty" in name,
+            writes=func._schema.is_mutable,
             choices=_choices(func, args, kwargs),
             operation=Operation(func, map_tensors(Like.of, args), map_tensors(Like.of, kwargs)),
         )
