@@ -524,7 +524,7 @@ def _choices(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
     Of numbers it is whether the operator draws, as dropout does at no probability of 0.
     """
-    given = [(at, each) for at, each in enumerate(args) if at in _chosen(func)]
+    given: list[Any] = [(at, each) for at, each in enumerate(args) if at in _chosen(func)]
     given += [(name, each) for name, each in kwargs.items() if name in _chosen(func)]
     return repr(given), may_draw(func) and draws(func, name_arguments(func, args, kwargs))
 
