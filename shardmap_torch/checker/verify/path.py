@@ -150,12 +150,11 @@ def verify_path(request: Request, branches: Branches) -> PathOutcome:
         ShardTypeError: it is not well-typed, or differs from the program on one device.
         AgainError: the body takes a rank's part of a tuple that is not marked.
     """
-    one, branches.marks_parts = None, request.reading.marks_parts
+    branches.marks_parts = request.reading.marks_parts
     try:
         one = interpret_on_one_device(request, branches)
         return _verify(request, branches, one)
     except ShardTypeError as error:
-        request.met.failed_there = one is not None and one.is_left_by(error)
         error.args = ("\n".join([str(error), *format_branches(branches.taken)]),)
         raise
     finally:
@@ -166,7 +165,8 @@ def _verify(request: Request, branches: Branches, one: "OneDevice | None") -> Pa
     """Verifies a path in six steps."""
     call, made = request.call, Interpretation(request, branches)
     interpreter = made.interpreter
-    if one is not None and request.reading.compares:
+    # Where code fails on one device, that or the types of the ranks tell more than a comparison.
+    if one is not None and isinstance(one.failure, ShardTypeError | None):
         one.compare(interpreter)
 
     # 1. Inputs enter as their specs say.
@@ -415,13 +415,6 @@ class OneDevice:
     def compare(self, interpreter: Interpreter) -> None:
         """Has an interpretation compared with it, step by step."""
         interpreter.observer = self._relation(interpreter)
-
-    def is_left_by(self, error: ShardTypeError) -> bool:
-        """Returns whether the ranks have come to where this program has failed."""
-        from shardmap_torch.checker.spmd.align import PartedError
-
-        parted = error.__context__
-        return self.failure is not None and isinstance(parted, PartedError) and parted.there is None
 
     def _relation(self, interpreter: Interpreter) -> Observer:
         from shardmap_torch.checker.spmd.axes import AxesRelation

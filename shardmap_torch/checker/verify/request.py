@@ -31,7 +31,6 @@ class Reading:
         cast: the lines of calls of `lax` whose equal results are cast where they meet what varies.
         uncommitted: the type that an uncommitted operand counts as in a cast of `lax`.
         marks_parts: whether a rank may take its own part of a tuple that torch returns.
-        compares: whether steps are compared with those on one device.
         resolved: the conversions that all paths share.
         rounds: how often such were found before, by this reading.
     """
@@ -41,7 +40,6 @@ class Reading:
     cast: frozenset[tuple[Site, ...]] = frozenset()
     uncommitted: AxisType = I
     marks_parts: bool = False
-    compares: bool = True
     resolved: Resolved = field(default_factory=Resolved)
     rounds: int = 0
 
@@ -58,12 +56,10 @@ class Met:
     Attributes:
         results: whether the gradients of results that are read as K do not fit.
         assumed: whether a gradient was assumed.
-        failed_there: whether the ranks have come to where the program on one device has failed.
     """
 
     results: bool = False
     assumed: bool = False
-    failed_there: bool = False
 
 
 @dataclass(frozen=True)

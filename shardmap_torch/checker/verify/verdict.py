@@ -417,7 +417,7 @@ def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = E
                 found = _verify_paths(request)
             except (Exception, AgainError) as error:  # the user's code may raise anything
                 following = _next(request, error)
-                if isinstance(error, ShardTypeError) and not _is_explained(request):
+                if isinstance(error, ShardTypeError):
                     failures.append((reading, error))
                 elif following is None:
                     raise
@@ -455,11 +455,6 @@ _ROUNDS: Final = 3
 one's."""
 
 
-def _is_explained(request: Request) -> bool:
-    """Returns whether an error is no more than that the program on one device has failed."""
-    return request.met.failed_there and request.reading.compares
-
-
 def _next(request: Request, error: BaseException) -> Reading | None:
     """Returns the reading to try after one by which a program is not well-typed, if one is left.
 
@@ -469,28 +464,24 @@ def _next(request: Request, error: BaseException) -> Reading | None:
     # 1. The body takes a rank's part of a tuple: what torch returns is marked.
     if isinstance(error, AgainError):
         return replace(reading, marks_parts=True)
-    # 2. The ranks have come to where the program on one device has failed. What differs before that
-    # is the cause of what fails after it; else types alone are checked.
-    if _is_explained(request):
-        return replace(reading, compares=False)
     is_typed = isinstance(error, ShardTypeError)
     if not (is_typed or (met.assumed and reading.assumes)):
         return None
-    anew = replace(reading, compares=True, resolved=Resolved(), rounds=0)
-    # 3. A result that is K has been returned as I, and its gradients do not fit: as R.
+    anew = replace(reading, resolved=Resolved(), rounds=0)
+    # 2. A result that is K has been returned as I, and its gradients do not fit: as R.
     if met.results and reading.results == K:
         return replace(anew, results=R)
-    # 4. One-device gradients that are assumed stand for a backward that nothing has looked at. To
+    # 3. One-device gradients that are assumed stand for a backward that nothing has looked at. To
     # interpret it costs as much as the ranks' own, but what is assumed may be what is wrong.
     if met.assumed and reading.assumes:
         return replace(anew, results=K, assumes=False)
-    # 5. Equal results of `lax` that meet what varies are cast by JAX where they meet, a call at a
+    # 4. Equal results of `lax` that meet what varies are cast by JAX where they meet, a call at a
     # time: of those calls that the error is about.
     makers = rejection_of(error).equal if isinstance(error, ShardTypeError) else ()
     cast = reading.cast | {casts.results[made] for made in makers if made in casts.results}
     if cast != reading.cast:
         return replace(anew, cast=cast, results=K, assumes=True)
-    # 6. JAX sums the gradient of what it casts. Where that does not type, it stays a pending sum.
+    # 5. JAX sums the gradient of what it casts. Where that does not type, it stays a pending sum.
     if casts.asked and reading.uncommitted == I:
         return replace(anew, cast=frozenset(), results=K, assumes=True, uncommitted=R)
     return None
