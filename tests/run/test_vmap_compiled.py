@@ -10,6 +10,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.nn import functional
 
 from examples.gpt.model import Config, init
 from examples.gpt.optim import make_optimizer
@@ -237,11 +238,12 @@ def test_what_a_batched_trace_would_lose_is_refused(
 
 def dropped(w: Tensor, x: Tensor, key: Tensor) -> Tensor:
     h = draws.dropout(key, checkpoint(lambda w, x: torch.tanh(x @ w), w, x), 0.1, spec=P("dp"))
-    return all_reduce(h.square().mean(), "dp", op="mean", dst=I)
+    entropy = functional.cross_entropy(h, x.argmax(-1))
+    return all_reduce(entropy, "dp", op="mean", dst=I)
 
 
 def accumulated(mesh: Mesh) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """A step that recomputes, draws dropout, accumulates and clips."""
+    """A step that recomputes, draws dropout, averages cross entropies, accumulates and clips."""
 
     @shard_map(mesh=mesh, in_specs=(P(), P(None, "dp"), P()), out_specs=P(), check="global")
     def step(w: Tensor, x: Tensor, key: Tensor) -> Any:
@@ -279,11 +281,11 @@ def test_each_size_is_compiled_once() -> None:
 
 
 def on_processes() -> None:
-    assert_compiles_once_a_size(worker_mesh((2,), ("dp",)), (4, 1))
+    assert_compiles_once_a_size(worker_mesh((2,), ("dp",)), (4, 1), (6, 2), (4, 2))
 
 
 @pytest.mark.slow
-def test_such_a_step_compiles_on_processes(gloo: Gloo) -> None:
+def test_such_a_step_compiles_once_a_size_on_processes(gloo: Gloo) -> None:
     gloo(2).run(on_processes, timeout=200)
 
 
