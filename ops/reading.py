@@ -1,7 +1,7 @@
 """Issues collectives by what their arguments mean, which is read once where they come again.
 
-On processes a line calls the same collective in each step, on a value of the same shape. All that
-reading and checking the arguments finds is kept with the backend, by the axes that are bound, the
+A line calls the same collective in each step, on a value of the same shape. All that reading and
+checking the arguments finds is kept with the backend, or its mesh, by the axes that are bound, the
 arguments, and the operand's shape and dtype.
 """
 
@@ -87,6 +87,8 @@ def _planned(reading: Reading, backend: Backend) -> Reading | None:
     collective = reading.operation
     if not isinstance(collective, Collective):
         return reading
-    plan = backend.plan(collective)
     has_sizes = collective.sizes is not None or collective.concat_sizes is not None
-    return None if plan is None or has_sizes else replace(reading, operation=plan)
+    if has_sizes or not collective.keeps_dtype or collective.movement.ragged:
+        return None
+    plan = backend.plan(collective)
+    return reading if plan is None else replace(reading, operation=plan)

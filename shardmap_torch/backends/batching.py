@@ -1,8 +1,9 @@
-"""Batching rules that torch lacks: attention of all simulated ranks as one call of its kernel.
+"""Batching rules that torch lacks: attention and products of all ranks as one call of a kernel.
 
-Without one, vmap calls an operator for each rank, on operands that it copies out of those of all: a
-gradient then takes time that grows with the square of the number of ranks. Attention treats the
-sequences of a batch alike, so that ranks become more of them.
+Without one, vmap calls an attention for each rank, on operands that it copies out of those of all:
+a gradient then takes time that grows with the square of the number of ranks. Attention treats the
+sequences of a batch alike, so that ranks become more of them. A product by each rank's own matrix
+is taken apart by torch into four times the operations of one `bmm`.
 """
 
 from functools import partial
@@ -25,6 +26,9 @@ _ATTENTIONS: Final = (
 _attend_by_formula: Final = _aten._scaled_dot_product_attention_math.default
 """The operator that torch calls where a mask needs a gradient, which vmap hides from it."""
 
+_matmul: Final = _aten.matmul.default
+"""The operator of all products in Python, and of a Linear's where it has no bias."""
+
 _BATCHED: Final = "FuncTorchBatched"
 
 _OWN: Final[set[OpOverload]] = set()
@@ -42,6 +46,8 @@ def add_batching_rules() -> Library:
         if not has_kernel(op.name(), _BATCHED):
             _OWN.add(op)
             library.impl(op, partial(_attend, op), _BATCHED)
+    if not has_kernel(_matmul.name(), _BATCHED):
+        library.impl(_matmul, _multiply, _BATCHED)
     return library
 
 
@@ -49,6 +55,20 @@ def batches_learned_masks(device: torch.device) -> bool:
     """Returns whether attention of all ranks gives a mask its gradient: by a rule of ours."""
     add_batching_rules()
     return device.type == "cpu" and _ATTENTIONS[0] in _OWN
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Multiplies at a level of vmap; rows by a matrix of each rank's own in one call."""
+    level = functorch.peek_interpreter_stack().level()
+    x, x_dim = functorch._unwrap_batched(a, level)
+    w, w_dim = functorch._unwrap_batched(b, level)
+    if w_dim is None or b.ndim != 2 or a.ndim < 2:
+        return _matmul.decompose(a, b)  # type: ignore[no-any-return]
+    with under_vmap():
+        x = x.expand(w.shape[w_dim], *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        y = torch.bmm(x if x.ndim == 3 else x.flatten(1, -2), w.movedim(w_dim, 0))
+        y = y if x.ndim == 3 else y.unflatten(1, x.shape[1:-1])
+    return functorch._add_batch_dim(y, 0, level)
 
 
 def _attend(op: OpOverload, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from shardmap_torch.collectives.moves import Movement
 from shardmap_torch.collectives.operations import Collective, Extremum, Operation, is_rounded_by
 from shardmap_torch.collectives.protocol import WithoutAutomaticAxes
 from shardmap_torch.collectives.scope import Scope
-from shardmap_torch.core.caching import constant, memo
+from shardmap_torch.core.caching import Memo, constant, memo
 from shardmap_torch.core.functorch import base_of, batched_at, dims_of, stacked_over
 from shardmap_torch.core.storage import memory_of
 from shardmap_torch.core.torch_private.engine import (
@@ -71,6 +71,7 @@ class BatchedBackend(WithoutAutomaticAxes):
         self.mesh = mesh
         self.axis_markers = dict(axes)
         self.levels = dict(levels or {})
+        self.readings = None if torch.compiler.is_dynamo_compiling() else _readings(mesh)
         count = len(self.levels)
         self._innermost = count if {*self.levels.values()} == {*range(1, count + 1)} else 0
 
@@ -125,7 +126,7 @@ class BatchedBackend(WithoutAutomaticAxes):
             y, axes = sum_of(operation, base), _axes_after(operation)
             if y is None:
                 leading = [axis for axis, level in self.levels.items() if level in at]
-                base = base.permute([*[at[self.levels[axis]] for axis in leading], *dims])
+                base = _permuted(base, [*[at[self.levels[axis]] for axis in leading], *dims])
                 y, axes = moved(self.mesh, operation, base, leading)
         return batched_at(y, [self.levels[axis] for axis in axes])
 
@@ -215,6 +216,12 @@ class BatchedBackend(WithoutAutomaticAxes):
         return y.permute([*back, *range(len(back), y.ndim)])
 
 
+@memo
+def _readings(mesh: Mesh) -> Memo[Any]:
+    """Returns what the collectives of bodies on a mesh mean; a body has a backend of its own."""
+    return Memo[Any]()
+
+
 def moved(
     mesh: Mesh, operation: Any, x: Tensor, leading: Sequence[str]
 ) -> tuple[Tensor, tuple[str, ...]]:
@@ -227,9 +234,9 @@ def moved(
     own = [axis for axis in axes if axis in leading]
     others = [axis for axis in leading if axis not in axes]
     order = [leading.index(axis) for axis in (*own, *others)]
-    x = x.permute([*order, *range(len(order), x.ndim)])
+    x = _permuted(x, [*order, *range(len(order), x.ndim)])
     sizes = [mesh.shape[axis] for axis in axes]
-    if own:
+    if own and len(axes) > 1:
         for position, axis in enumerate(axes):
             if axis not in own:
                 x = x.unsqueeze(position)
@@ -239,6 +246,11 @@ def moved(
         y = y.clone()
     after = _axes_after(operation)
     return (y.unflatten(0, sizes) if len(after) > 1 else y), (*after, *others)
+
+
+def _permuted(x: Tensor, order: list[int]) -> Tensor:
+    """Permutes dims; an operation that changes nothing would cost its backward one too."""
+    return x if order == [*range(x.ndim)] else x.permute(order)
 
 
 def _axes_after(operation: Any) -> tuple[str, ...]:

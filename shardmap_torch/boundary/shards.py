@@ -34,7 +34,8 @@ def split(x: Tensor, spec: P, mesh: Mesh) -> tuple[Tensor, tuple[str, ...]]:
         at = dim + len(leading)
         sizes = [mesh.shape[axis] for axis in axes]
         x = x.unflatten(at, (*sizes, x.shape[at] // mesh.num_ranks(axes)))
-        x = x.movedim(tuple(range(at, at + len(axes))), tuple(range(len(axes))))
+        if at:
+            x = x.movedim(tuple(range(at, at + len(axes))), tuple(range(len(axes))))
         leading = [*axes, *leading]
     for axis in sorted(spec.partial):
         x = torch.cat([x.unsqueeze(0), x.new_zeros((mesh.shape[axis] - 1, *x.shape))])

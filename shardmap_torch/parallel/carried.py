@@ -65,6 +65,15 @@ _BART: Final[Mapping[str, Style]] = {
 }
 """Encoders and decoders with the names that fairseq gave their parts."""
 
+_FALCON: Final[Mapping[str, Style]] = {
+    "word_embeddings": "embedding_rowwise",
+    "h.*.self_attention": LocalAttributes("num_heads", "num_kv_heads"),
+    "h.*.self_attention.query_key_value": "colwise",
+    "h.*.self_attention.dense": "rowwise",
+    "h.*.mlp.dense_h_to_4h": "colwise",
+    "h.*.mlp.dense_4h_to_h": "rowwise",
+}
+
 DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Style], Mapping[str, Style]]]] = {
     "gpt2": (_GPT2, {"lm_head": "colwise_gather_output"}),
     "bert": (_BERT, {"cls.predictions.decoder": "colwise_gather_output"}),
@@ -75,6 +84,7 @@ DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Style], Mapping[str, Style]]]] =
     **dict.fromkeys(("opt", "bart", "mbart"), (_BART, {"lm_head": "colwise_gather_output"})),
     "whisper": (_BART, {"proj_out": "colwise_gather_output"}),
     "clip": (_BART, {}),
+    "falcon": (_FALCON, {"lm_head": "colwise_gather_output"}),
     "t5": (_T5, {"lm_head": "colwise_gather_output"}),
     "vit": (_VIT, {}),
 }

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial as PartialPlacement
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.nn.embedding import own_embeddings
 from shardmap_torch.ops import axis_size, convert, redistribute, reinterpret
@@ -90,7 +92,8 @@ def _divide(attributes: Sequence[str], num_ranks: int, name: str, module: nn.Mod
         value = getattr(module, attribute)
         if value % num_ranks:
             raise SpecError(
-                f"{name}: {attribute} = {value} does not divide over {num_ranks} ranks."
+                f"{name}: {attribute} = {value} does not divide over {num_ranks} ranks.\n"
+                "Fix: leave it and what is below it out of the plan; each rank then computes it."
             )
         vars(module)[attribute] = value // num_ranks
 
@@ -158,8 +161,8 @@ class _Forward:
         if self.layouts.is_for_one:
             if not args:
                 raise SpecError(f"{self.name}: pass the input by position, as its style needs it.")
-            changes = [self._source(args[0], changes[0]), *[None] * (len(args) - 1)]
-        if len(changes) != len(args):
+            changes = [self._source(args[0], changes[0])]
+        elif len(changes) != len(args):
             raise SpecError(
                 f"{self.name}: input_layouts has {len(changes)} layouts, and {len(args)} "
                 "positional inputs are passed; give one for each, or None."
@@ -193,27 +196,37 @@ class _Forward:
     def _each(
         self, values: Sequence[Any], changes: Sequence[Change | None], to: AxisType, word: str
     ) -> tuple[Any, ...]:
-        names = [
-            f"the {word}" if self.layouts.is_for_one else f"{word} {i}" for i in range(len(values))
-        ]
-        return tuple(
-            x if change is None or None in change else self._relayout(x, change, to, name)
-            for x, change, name in zip(values, changes, names, strict=True)
-        )
+        changed = list(values)
+        for i, change in enumerate(changes):
+            if change is not None and change[0] is not None and change[1] is not None:
+                what = f"the {word}" if self.layouts.is_for_one else f"{word} {i}"
+                changed[i] = self._relayout(values[i], change, to, what)
+        return tuple(changed)
 
-    def _relayout(self, x: object, change: Change, to: AxisType, what: str) -> Tensor:
-        """Redistributes an input or output of the module between placements."""
+    def _relayout(self, x: object, change: Change, replicate: AxisType, what: str) -> Tensor:
+        """Redistributes an input or output between placements, by one typed collective.
+
+        A replicated result is R if the ranks use it differently, I if all repeat one computation.
+
+        Raises:
+            ShardTypeError: the type of the value is not that of its placement.
+            SpecError: it is no tensor, or has no such dim.
+        """
         src, dst = change
-        name = f"{what} of {self.name}"
         if not isinstance(x, Tensor):
-            raise SpecError(f"{name}: the plan says {src!r}, but it is a {type(x).__name__}.")
-        return relayout(x, self.axis, src, dst, to, name, self.shared)
+            raise SpecError(
+                f"{what} of {self.name}: the plan says {src!r}, but it is a {type(x).__name__}."
+            )
+        type_ = _type_along(self.axis, x)
+        key = src, dst, type_, replicate, x.ndim, x.is_floating_point() or x.is_complex()
+        step = _STEPS.get(key, lambda: _step(*key, self.axis, f"{what} of {self.name}"))
+        return step(x, self.axis, self.shared)
 
     def _summed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a module whose rows are sharded: each rank computes an addend of its product."""
         kind = kind_of(self.module)
         if kind is CONV1D or type(self.module).forward in _PLAIN:
-            return self.product(args[0])
+            return self.product(args[0], getattr(self.module, "bias", None))
         with _Products(self) as products:
             out = self.own(*args, **kwargs)
         if not products.count:
@@ -223,8 +236,8 @@ class _Forward:
             )
         return out
 
-    def product(self, x: Tensor) -> Tensor:
-        """Returns what the module computes with its weight, summed over the ranks."""
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns what the module computes with its weight, summed over the ranks, and a bias."""
         module: Any = self.module
         if isinstance(module, nn.Embedding):
             rows: Tensor = own_embeddings(self.axis)(x, module.weight)
@@ -235,7 +248,7 @@ class _Forward:
             return result
         weight = module.weight.mT if kind_of(module) is CONV1D else module.weight
         y = self._outputs(functional.linear(x, weight))
-        return y if module.bias is None else self._with_bias(y, module.bias)
+        return y if bias is None else self._with_bias(y, bias)
 
     def _with_bias(self, y: Tensor, bias: Tensor) -> Tensor:
         """Adds the bias once, to the finished sum, or to the addend of one rank."""
@@ -250,6 +263,11 @@ class _Forward:
 
 
 _PLAIN: Final = (nn.Linear.forward, nn.Embedding.forward)
+_TRANSPOSES: Final = (
+    *(Tensor.T.__get__, Tensor.mT.__get__, Tensor.t, torch.t),  # type: ignore[attr-defined]
+    *(Tensor.transpose, torch.transpose),
+)
+_PRODUCTS: Final = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _Products(TorchFunctionMode):
@@ -258,46 +276,42 @@ class _Products(TorchFunctionMode):
     def __init__(self, forward: _Forward) -> None:
         super().__init__()
         self._forward, self.count = forward, 0
+        self._weight: Any = forward.module.weight
+        self._transposed: Any = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        module = self._forward.module
-        kind = kind_of(module)
-        is_own = kind is not None and func is kind.function and len(args) > 1
-        if not is_own or args[1] is not module.weight:
-            return func(*args, **(kwargs or {}))
+        kind, by = kind_of(self._forward.module), args[1] if len(args) > 1 else None
+        is_own = kind is not None and func is kind.function and by is self._weight
+        if not is_own and (by is not self._transposed or by is None or func not in _PRODUCTS):
+            result = func(*args, **(kwargs or {}))
+            if func in _TRANSPOSES and args[0] is self._weight:
+                self._transposed = result
+            return result
         self.count += 1
-        return self._forward.product(args[0])
+        return self._forward.product(
+            args[0], args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+        )
 
 
-def relayout(
-    x: Tensor,
-    axis: str,
+Step: TypeAlias = Callable[[Tensor, str, Shared], Tensor]
+
+_STEPS: Final = Memo[Step]()
+"""What makes one placement of another, decided once: modules ask for the same in each call."""
+
+
+def _step(
     src: Placement,
     dst: Placement,
+    type_: AxisType,
     replicate: AxisType,
+    ndim: int,
+    is_smooth: bool,
+    axis: str,
     name: str,
-    shared: Shared,
-) -> Tensor:
-    """Redistributes a value from one placement to another, by one typed collective.
-
-    Args:
-        x: the local value.
-        axis: the mesh axis.
-        src: its placement by the plan; checked against its type.
-        dst: the placement of the result.
-        replicate: type of a replicated result: R if the ranks use it differently, I if all repeat
-            one computation.
-        name: name of the value in errors.
-        shared: converts a replicated value.
-
-    Raises:
-        ShardTypeError: the type of the value is not that of `src`.
-        SpecError: it has no such dim.
-    """
-    src, dst = (normalized(placement, x.ndim, name) for placement in (src, dst))
-    type_ = _type_along(axis, x)
+) -> Step:
+    src, dst = (normalized(placement, ndim, name) for placement in (src, dst))
     if type_ not in _ACCEPTED[type(src).__name__]:
         raise ShardTypeError(
             f"{name}: the plan says {src!r}, but over {axis!r} the value is "
@@ -305,14 +319,16 @@ def relayout(
             f"Fix: say {_REPAIRS[type_]} there, or change the layout of what computes it."
         )
     if isinstance(src, PartialPlacement) and isinstance(dst, PartialPlacement):
-        return reinterpret(x, axis, src=V, dst=Partial) if type_ == V else x
+        if type_ == V:
+            return lambda x, axis, _: reinterpret(x, axis, src=V, dst=Partial)
+        return lambda x, axis, _: x
     if isinstance(src, Replicate) and isinstance(dst, Replicate):
         # Integers have no gradient, so that nothing depends on their type.
-        is_smooth = x.is_floating_point() or x.is_complex()
-        needs_cast = is_smooth and replicate == R and type_ != R
-        return shared.convert(x, axis) if needs_cast else x
-    source = _type_of(src, R if type_ == R else I)
-    return redistribute(x, axis, src=source, dst=_type_of(dst, replicate))
+        if is_smooth and replicate == R and type_ != R:
+            return lambda x, axis, shared: shared.convert(x, axis)
+        return lambda x, axis, _: x
+    source, target = _type_of(src, R if type_ == R else I), _type_of(dst, replicate)
+    return lambda x, axis, _: redistribute(x, axis, src=source, dst=target)
 
 
 def _type_along(axis: str, x: Tensor) -> AxisType:
@@ -327,6 +343,8 @@ def _type_along(axis: str, x: Tensor) -> AxisType:
             "a module below a parallelized one runs outside of its forward, where no ranks are.\n"
             "Fix: call the parallelized module; recompute with torch.utils.checkpoint within it."
         )
+    if len(types) == 1:
+        return types[0] if types[0].dim is None else V
     kinds = {V if type_.dim is not None else type_ for type_ in types}
     return next(type_ for type_ in (V, Partial, R, I, K, Z) if type_ in kinds)
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from shardmap_torch.core.caching import lazy
 from shardmap_torch.errors import SpecError, show
 from shardmap_torch.spec import P
 
@@ -105,7 +106,7 @@ class Layouts:
     named: Mapping[str, Change] = field(default_factory=dict)
     outputs: Sequence[Change | None] | None = None
 
-    @property
+    @lazy
     def is_for_one(self) -> bool:
         """Returns whether the style is for one tensor, and what else is passed stays."""
         return isinstance(self.style, ONE_TENSOR)

@@ -1,4 +1,4 @@
-"""Attention of many simulated ranks: one call of torch's kernel, with one device's values."""
+"""Attention and products of many ranks: one call of a kernel, with one device's values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -132,3 +132,24 @@ def test_more_ranks_take_no_more_operators(
             derive(scaled_dot_product_attention, (HEADS,) * 3, *xs)
         counts.append(calls.count)
     assert counts[1] <= counts[0]
+
+
+@pytest.mark.parametrize("dims", [(None, 0), (1, 2), (0, 1), (2, None)])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 2, 3, 4), (4,)])
+def test_products_by_a_matrix_of_each_rank_are_one_call(shape: tuple[int, ...], dims: Any) -> None:
+    dims = tuple([None if dim is None else min(dim, len(shape)) for dim in dims])
+    pairs = list(zip((random(shape, 0), random((4, 5), 1)), dims, strict=True))
+    xs = [x if dim is None else torch.stack([x, x.sin(), x.cos()], dim) for x, dim in pairs]
+    xs = [x.requires_grad_() for x in xs]
+    add_batching_rules()
+    with Calls() as calls:
+        found = torch.func.vmap(torch.matmul, dims)(*xs)
+    if dims[1] is not None and len(shape) > 1:  # others are taken apart by torch
+        assert calls.count <= 6
+    a, w = (
+        [x if dim is None else x.select(dim, i) for i in range(3)]
+        for x, dim in zip(xs, dims, strict=True)
+    )
+    expected = torch.stack(list(map(torch.matmul, a, w)))
+    ends = [(y, *torch.autograd.grad(y.sin().sum(), xs)) for y in (found, expected)]
+    torch.testing.assert_close(*ends)

@@ -37,17 +37,32 @@ class Conv1D(nn.Module):
         return y.view(*x.shape[:-1], self.outputs)
 
 
+class Matmul(nn.Linear):
+    """Multiplies by `@`, and adds its bias, as in Falcon."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class BiasLater(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) + 2 * self.bias
+
+
 class Other(nn.Linear):
     """Multiplies in another way than a Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.mT
+        return torch.einsum("...i,oi->...o", x, self.weight)
 
 
 X, IDS = random((2, 3, 8), 0), torch.tensor([[0, 7, 3]])
 
 CASES: dict[str, tuple[nn.Module, Any, Tensor]] = {
     "a Linear": (Positive(8, 6), "rowwise_rep", X),
+    "a Linear by @": (Matmul(8, 6), "rowwise_rep", X),
+    "a Linear by @, by columns": (Matmul(8, 6), "colwise_rep", X),
+    "a bias of its own": (BiasLater(8, 6), "rowwise_rep", X),
     "an Embedding": (Scaled(8, 4, padding_idx=3), "embedding_rowwise", IDS),
     "Conv1D by columns": (Conv1D(6, 8), "colwise_rep", X),
     "Conv1D by rows": (Conv1D(6, 8), "rowwise_rep", X),

@@ -97,6 +97,14 @@ OTHERS: Final[Mapping[str, tuple[str, str, dict[str, Any]]]] = {
             **{"num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0},
         },
     ),
+    "falcon": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            **{"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 2},
+            **{"new_decoder_architecture": True, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        },
+    ),
     "bart": ("BartForConditionalGeneration", "BartConfig", _STACKS),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**SIZES, **NO_DROPOUT}),
     "whisper": (
