@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from shardmap_torch import errors
+from tests.support.golden import read
 
 REPO = Path(__file__).parent.parent
 FOLDERS = ("shardmap_torch", "ops", "kernels", "tests", "examples", "benchmarks")
@@ -131,6 +132,12 @@ def test_an_import_from_a_module_of_tests_is_seen() -> None:
 
 def test_recorded_results_lie_beside_no_code() -> None:
     assert list((REPO / "tests/golden").glob("*.py")) == []
+
+
+def test_recorded_texts_are_those_of_tests_that_exist() -> None:
+    sources = "".join(path.read_text() for path in SOURCES)
+    pages = (REPO / "tests/golden").glob("*.txt")
+    assert [name for page in pages for name in read(page) if name not in sources] == []
 
 
 def test_the_readme_has_at_most_200_lines() -> None:
