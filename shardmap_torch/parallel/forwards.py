@@ -298,7 +298,7 @@ class _Products(TorchFunctionMode):
 Step: TypeAlias = Callable[[Tensor, str, Shared], Tensor]
 
 _STEPS: Final = Memo[Step]()
-"""What makes one placement of another, decided once: modules ask for the same in each call."""
+"""The way from one placement to another, decided once: modules ask for the same in each call."""
 
 
 def _step(

@@ -235,7 +235,7 @@ class Exit:
 
 
 class Promise(NamedTuple):
-    """What the user's own code promises, and layouts do not follow.
+    """A promise of the user's own code, which layouts do not follow.
 
     Attributes:
         what: the code: a `local_region`, the backward of a Function, hooks.
