@@ -85,6 +85,7 @@ def test_processes_run_them_and_agree_on_the_verdict(case: Case, gloo: Gloo) -> 
 
 
 X, W = torch.randn(6, 4), torch.randn(4, 4)
+LEARNED: Final = X.clone().requires_grad_(), W.clone().requires_grad_()
 
 Change = Callable[[Tensor], Tensor]
 
@@ -166,7 +167,7 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
 def test_what_random_numbers_do_not_see_is_refused_at_its_line(what: str) -> None:
     change, text = UNSEEN[what]
     with pytest.raises(ShardTypeError) as caught:
-        check_program(around(change), X.requires_grad_(), W.requires_grad_())
+        check_program(around(change), *(LEARNED if "gradient" in what else (X, W)))
     assert "Nor can it be tried with numbers over 'cp': " in str(caught.value)
     assert text in str(caught.value)
 
@@ -207,7 +208,7 @@ def test_an_error_behind_the_first_one_is_not_shown() -> None:
         return gathered(torch.heaviside(shift(x, "cp", 1), zero), w)  # which has no derivative
 
     with pytest.raises(ShardTypeError, match="is not what it is on one device"):
-        check_program(mapped(body), X.requires_grad_(), W)
+        check_program(mapped(body), LEARNED[0], W)
 
 
 def test_what_is_defined_for_positive_numbers_only_is_tried_with_these() -> None:
@@ -238,7 +239,7 @@ def test_low_precision_is_tried_in_64_bits() -> None:
         y = gathered(x.float() + torch.arange(4) * 0.5, w.float() @ torch.eye(4))
         return torch.maximum(y, torch.full_like(y, torch.finfo(y.dtype).min)).to(x.dtype)
 
-    verdict = check_program(mapped(body), X.detach().bfloat16(), W.detach().bfloat16())
+    verdict = check_program(mapped(body), X.bfloat16(), W.bfloat16())
     assert "within" in verdict.tried
     assert float(verdict.tried.splitlines()[0].split()[-1]) < 1e-12
 
@@ -360,10 +361,10 @@ def test_documents_that_ids_tell_apart_are_tried() -> None:
 )
 def test_everyday_functions_are_tried(change: Change) -> None:
     f = mapped(lambda x, w: gathered(change(x), w))
-    assert check_program(f, X.requires_grad_(), W).tried
+    assert check_program(f, LEARNED[0], W).tried
     g = mapped(lambda x, w: gathered(change(x.detach() if axis_size("cp") > 1 else x) + x, w))
     with pytest.raises(ShardTypeError, match="the gradient of x is"):
-        check_program(g, X.requires_grad_(), W)
+        check_program(g, LEARNED[0], W)
 
 
 def test_sums_of_losses_may_ignore_targets_if_one_device_ignores_the_same() -> None:
@@ -387,7 +388,7 @@ def test_gradients_that_a_body_takes_itself_are_results(scale: int) -> None:
         count = axis_size("cp") if scale > 1 else 1
         return loss, w - 0.1 * all_reduce(grad, "cp", dst=I) / count
 
-    for arguments in ((X.detach(), W.detach()), (X, W.requires_grad_())):
+    for arguments in ((X, W), (X, LEARNED[1])):
         f = mapped(step, (P(), P()))
         if scale == 1:
             assert check_program(f, *arguments).tried
@@ -420,7 +421,7 @@ def test_other_axes_are_proven_and_keep_their_errors() -> None:
 
     def tried(body: Callable[..., Tensor], check: Any) -> str:
         f = mapped(body, mesh=mesh, in_specs=specs, check=check)
-        return check_program(f, X.detach(), W.detach()).tried
+        return check_program(f, X, W).tried
 
     assert "over 'cp': in 3 trials 3 ranks" in tried(right, "global")
     assert "over 'cp': in 3 trials 6 ranks" in tried(right, {"cp": "global"})
@@ -437,7 +438,7 @@ def test_a_program_that_sends_nothing_keeps_its_error() -> None:
 
 
 def test_a_report_names_trials_and_the_lines_that_made_them_necessary() -> None:
-    text = str(explain(mapped(gathered), X.detach(), W.detach()))
+    text = str(explain(mapped(gathered), X, W))
     head, tried, line = text.splitlines()[-3:]
     assert head == "global: the same program on one device"
     assert tried.startswith(
@@ -505,7 +506,7 @@ def test_each_size_is_tried_by_itself() -> None:
         return own(*args)
 
     def run(rows: int) -> None:
-        f(torch.randn(rows, 4), W.detach())
+        f(torch.randn(rows, 4), W)
 
     with mock.patch.object(by_numbers, "_compare", compare):
         for rows in (6, 9, 12):
@@ -536,7 +537,7 @@ def test_compiled_calls_are_tried_while_they_are_traced() -> None:
     def double(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return torch.compile(lambda x, w: 2 * f(x, w), fullgraph=True, backend="eager")
 
-    x, w = X.detach(), W.detach()
+    x, w = X, W
     torch.testing.assert_close(double(mapped(gathered))(x, w), 2 * (x @ w).sum(0))
     with pytest.raises(ShardTypeError, match="tried with numbers over 'cp'"):
         double(around(lambda x: 2 * x))(x, w)
