@@ -25,6 +25,14 @@ VARIABLE: Final = "SHARDMAP_DEBUG"
 
 NOTHING: Final = "", "0"
 
+_KEY: Final = os.environ.encodekey(VARIABLE)
+
+
+def asked() -> str | None:
+    """Returns the variable's value, sooner than `os.environ.get` finds that there is none."""
+    return os.environ[VARIABLE] if _KEY in os.environ._data else None  # type: ignore[attr-defined]
+
+
 _WHAT: Final = "the gradient of a result"
 
 _REPAIR: Final = (
@@ -35,11 +43,11 @@ _REPAIR: Final = (
 
 def compare_cotangent(mesh: Mesh, grad: Tensor) -> None:
     """Has the next comparison of processes compare the cotangent of a plain result."""
-    control, asked, grad = current(), os.environ.get(VARIABLE), base_of(grad)
-    if control is None or asked in NOTHING or mesh.kind not in PROCESS_KINDS or mesh.processes:
+    control, setting, grad = current(), asked(), base_of(grad)
+    if control is None or setting in NOTHING or mesh.kind not in PROCESS_KINDS or mesh.processes:
         return
     if has_bits(grad):
-        turn = None if asked is not None else max(1, getattr(current_autograd_node(), "call", 0))
+        turn = None if setting is not None else max(1, getattr(current_autograd_node(), "call", 0))
         control.compare_later(_Cotangent(grad, turn, call_site()))
 
 

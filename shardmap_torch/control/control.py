@@ -198,8 +198,11 @@ class Control:
             SpecError: they differ in values only.
             CommunicationError: a rank is gone.
         """
-        self.resolve()
-        compared = self._compared_now(values)
+        if self._pending is not None:
+            self.resolve()
+        compared, self._late = self._late, []
+        if values is not None:
+            (self._late if values.is_late else compared).append(values)
         for each in compared:
             digest += each.digest()
         self._progress.doing, told = doing, (text, compared)
@@ -211,13 +214,6 @@ class Control:
         for each in compared:
             if each.shards:
                 self._compare_shards(each.shards, told)
-
-    def _compared_now(self, values: Values | None) -> Sequence[Values]:
-        """Returns the late values of the check before, and these unless they are late."""
-        late, self._late = self._late, []
-        if values is not None:
-            (self._late if values.is_late else late).append(values)
-        return late
 
     def compare_later(self, values: Values) -> None:
         """Has the next check compare values, too."""
@@ -251,12 +247,11 @@ class Control:
         if self._pending is None:
             return
         (comparison, told), self._pending = self._pending, None
-        self._progress.rank_group = self._everyone
-        doing = f"the check of {self._progress.doing}"
+        self._progress.rank_group, doing = self._everyone, self._progress.doing
         try:
             self.waiting.wait(comparison)
         except (RuntimeError, StuckError) as error:
-            self.fail(doing, error)
+            self.fail(f"the check of {doing}", error)
         if comparison.differs and not all(are_equal := comparison.are_equal()):
             self._differ(told, is_clean=are_equal[-1])
 

@@ -67,6 +67,7 @@ class Exchange:
     Attributes:
         sources: the connections that are heard in each round.
         rank_of: the rank at the other end of a connection.
+        patience: the seconds after which a wait for a message ends.
     """
 
     def __init__(self, store: Any, key: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -78,7 +79,7 @@ class Exchange:
         self._targets: list[list[socket.socket]] = []
         self.sources: list[list[socket.socket]] = []
         self.rank_of: dict[socket.socket, int] = {}
-        self._patience = 0.0
+        self.patience = 0.0
         try:
             self._connect(store, key, rank, size, timeout)
         except OSError as error:
@@ -147,13 +148,12 @@ class Exchange:
 
         Its error also looks like one of a signal handler.
         """
-        if self._patience != seconds:
-            self._patience = seconds
-            whole, rest = divmod(int(seconds * 1e6), 1_000_000)
-            wait = struct.pack("@ll", whole, max(1, rest) if not whole else rest)
-            for links in self.sources:
-                for link in links:
-                    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+        self.patience = seconds
+        whole, rest = divmod(int(seconds * 1e6), 1_000_000)
+        wait = struct.pack("@ll", whole, max(1, rest) if not whole else rest)
+        for links in self.sources:
+            for link in links:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
 
     def close(self) -> None:
         """Closes the connections; the other ranks notice."""
@@ -193,7 +193,8 @@ class Comparison:
         seconds = patience.total_seconds()
         if self._end:
             seconds = min(seconds, _until(self._end))
-        self._exchange.set_patience(seconds)
+        if seconds != self._exchange.patience:
+            self._exchange.set_patience(seconds)
         try:
             while self._silent:
                 self._hear(self._silent[-1])

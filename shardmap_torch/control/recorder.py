@@ -137,14 +137,17 @@ class History:
     Collectives are hashed together, right before a comparison, from what the flight recorder has of
     them: each by itself, after a computation or a wait, would find the processor's caches cold and
     take ten times as long.
+
+    Attributes:
+        num_checks: the number of comparisons.
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
         """Starts empty; collectives are those of `recorder`."""
         self._recorder = recorder
-        self._calls = self._moves = 0
+        self._calls = self._moves = self.num_checks = 0
         self._keys: dict[Any, tuple[Any, int]] = {}
-        self._counts: dict[str, int] = {CHECK: 0}
+        self._counts: dict[str, int] = {}
 
     def extend(self, digest: int) -> tuple[int, int]:
         """Adds a call, or a collective that is compared by itself, of this hash.
@@ -154,18 +157,14 @@ class History:
         """
         if self._recorder.new:
             self.catch_up()
-        self._counts[CHECK] += 1
+        self.num_checks += 1
         self._calls = (self._calls * _FACTOR + digest) % _MODULUS
         return (self._calls * _FACTOR + self._moves) % _MODULUS, self._moves
-
-    @property
-    def num_checks(self) -> int:
-        """The number of comparisons."""
-        return self._counts[CHECK]
 
     def counts(self) -> Mapping[str, int]:
         """Returns the number of operations by group; called on any thread."""
         new, counts = self._recorder.new.copy(), self._counts.copy()  # at once, while others write
+        counts[CHECK] = self.num_checks
         for *_, rank_group in new:
             counts[rank_group.name] = counts.get(rank_group.name, 0) + 1
         return counts
@@ -197,7 +196,7 @@ class History:
     def restart(self) -> None:
         """Forgets everything."""
         self.clear()
-        self._counts = {CHECK: 0}
+        self._counts, self.num_checks = {}, 0
 
 
 def dump_folder() -> Path:

@@ -6,7 +6,6 @@ a DistributedSampler, parameters of other seeds, or weights of which one rank ha
 the result would be silently wrong. So hashes of their bits travel with the comparison of each call.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.boundary.cotangents import NOTHING, VARIABLE
+from shardmap_torch.boundary.cotangents import NOTHING, asked
 from shardmap_torch.control.board import Value
 from shardmap_torch.control.control import Control
 from shardmap_torch.core.closures import name_in
@@ -54,9 +53,9 @@ class EqualValues:
         the plain tensors is in every call. All processes do the same, whatever a process has to
         check again.
         """
-        asked = os.environ.get(VARIABLE)
+        setting = asked()
         # All compare, and slices have data of their own.
-        if asked in NOTHING or call.mesh.processes:
+        if setting in NOTHING or call.mesh.processes:
             return None
         self._calls += 1
         leaves, dtensor = call.leaves, dtensor_class()
@@ -64,7 +63,7 @@ class EqualValues:
         is_new = call.match is not self._newest or plain != self._plain
         if is_new or control.era is not self._era:
             is_new = self._is_new(call, plain, control)
-        whole = is_new or self._always or asked is not None or self._calls % WHOLE == 0
+        whole = is_new or self._always or setting is not None or self._calls % WHOLE == 0
         if whole:
             return ValuesOfCall(call, call.crossing, closures, None)
         return ValuesOfCall(call, plain, closures, self._calls)
