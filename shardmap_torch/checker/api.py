@@ -317,7 +317,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _assumed(program: Program, verdict: Verdict) -> tuple[str, ...]:
     """Formats what global strictness takes for right."""
     regions = [e for e in program.equations if e.name.startswith(REGION) and not e.backward]
-    tried = {each.what for each in verdict.traits.promises} if verdict.tried else set()
+    tried = dict(verdict.traits.promises) if verdict.tried else {}
     lines = [f"  {region.name}  # {region.site}" for region in regions if region.name not in tried]
     lines += [f"    could not be tried: {verdict.untried}"] * bool(verdict.untried)
     return (*lines, *[_COUNTED] * bool(verdict.traits.averages))

@@ -7,14 +7,11 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.interpreter.interpreter import (
-    Interpreter,
-    Setting,
-    current_interpreter,
-)
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
 from shardmap_torch.checker.ir.observer import REGION, UNOBSERVED
-from shardmap_torch.checker.ir.program import Equation, Promise, use_of
+from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.torch_private.engine import sequence_number
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.ops.arguments import finest_spec
@@ -108,13 +105,16 @@ def local_region(
         observer = interpreter.observer
         axes = _named_axes([*flatten(in_types)[0], *flatten(out_types)[0]])
         if not trusted:
-            site, _ = interpreter.site()
-            made = Promise(f"{REGION} {name}", axes, site, True)
-            interpreter.traits.promises |= {made}
+            interpreter.traits.promises |= {(f"{REGION} {name}", axes)}
         observer.on_region_start(name, inputs, in_specs)
-        # The declaration covers the backward as well.
-        with Setting(interpreter, observer=UNOBSERVED, in_region=True):
+        interpreter.observer = UNOBSERVED
+        first = sequence_number()
+        try:
             out = f(*args, **kwargs)
+        finally:
+            interpreter.observer = observer
+            # The declaration covers the backward as well.
+            interpreter.regions.append(range(first, sequence_number()))
         outputs, out_specs = _placed(name, out_types, out, "result")
         checked = set(interpreter.axes)
         if observer is UNOBSERVED:

@@ -4,12 +4,13 @@ Grad mode is off in the forward of an `autograd.Function`, so mixing I and V is 
 backward may take the missing sum. That is checked when it runs, and reported with the line of the
 forward. torch.func transforms wrap it in a Function of their own at each level.
 
-Under global strictness no observer follows such code: that the gradients are those of one device is
-what it promises, and numbers try.
+Under global strictness observers compare such code with one device like the body. They need the
+values whose gradients it gets and returns; autograd's nodes do not refer to them, so the
+interpreter keeps the arguments of torch functions by node, from the first such Function on.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
@@ -19,21 +20,28 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import (
     applied,
     has_saving_hooks,
     is_own,
     name_of_hook,
+    name_of_own,
     own_nodes,
 )
-from shardmap_torch.checker.ir.program import Equation, Promise, StorageType, Use, use_of
+from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import rejected
 from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.checker.rules.lattice import plain
+from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
+from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import base_of, levels
-from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.source_location import is_own as is_of_library
-from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    FakeTensor,
+    current_autograd_node,
+)
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import I, K, Partial, R, V, Z
 
@@ -41,38 +49,111 @@ if TYPE_CHECKING:  # for annotations; it takes a second to import
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
 
 
+def is_observed(interpreter: "Interpreter") -> bool:
+    """Returns whether an observer compares the program here."""
+    return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
+
+
 def meet(interpreter: "Interpreter", function: Any, operands: Sequence[Any]) -> None:
-    """Notes that a Function of the user's own is applied, and what its backward promises."""
+    """Begins to keep values where a Function of the user's own is applied, with its operands.
+
+    Raises:
+        ShardTypeError: it is applied in a recomputation, whose graph nothing watches.
+    """
     own = applied(function)  # torch.func wraps it in another one
-    if own is None or not is_own(own) or interpreter.is_paused:
+    if own is not None and is_own(own):
+        node = None if running_backward() == NO_BACKWARD else current_autograd_node()
+        if node is not None and node not in interpreter.watched:
+            _reject_inner(interpreter, node, own.__name__)
+        if not interpreter.is_paused:
+            interpreter.observer.on_function(own.__name__)
+    if is_own(function):
+        interpreter.keeps_values = True
+        with DisableTorchFunction():
+            remember(interpreter, operands)
+
+
+def remember(interpreter: "Interpreter", values: Iterable[Any]) -> None:
+    """Keeps the tensors among arguments by the node whose backward gets their gradients."""
+    for value in values if is_observed(interpreter) else ():
+        if isinstance(value, Tensor | list | tuple):
+            for tensor in tensors_of(value):
+                *_, base = found = [*levels(tensor)]
+                nodes = [(x.grad_fn, x.output_nr) for x in found]
+                interpreter.values.update({(n, at): base for n, at in nodes if n is not None})
+
+
+def _value(interpreter: "Interpreter", node: Node | None, number: int) -> Tensor | None:
+    variable = getattr(node, "variable", None)
+    if isinstance(variable, Tensor):
+        return base_of(variable)
+    return None if node is None else interpreter.values.get((node, number))
+
+
+def _bases(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else base_of(tensor) for tensor in tensors]
+
+
+def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
+    number = node._sequence_nr()
+    inside = any(number in region for region in interpreter.regions)
+    return is_observed(interpreter) and not inside
+
+
+def reject_unseen(interpreter: "Interpreter") -> None:
+    """Refuses steps of a custom backward whose start was not reported, as in a recomputation."""
+    if interpreter.observer is UNOBSERVED:
         return
-    interpreter.observer.on_function(own.__name__)
-    tensors = [x for value in operands for x in tensors_of(value)]
-    if any(map(interpreter.flows_through, tensors)):
-        promise(interpreter, f"the backward of {own.__name__}")
+    node = current_autograd_node()
+    # The start of a watched node is reported; steps after its end are autograd's sums.
+    if node is None or node in interpreter.watched:
+        return
+    name = name_of_own(node)
+    if name is not None:
+        _reject_inner(interpreter, node, name)
 
 
-def meet_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls what registers a hook, or gives a node for hooks, and notes what these promise."""
-    reader = sys._getframe(3)  # this, and two functions of the mode
-    if not is_of_library(reader):
-        name = name_of_hook(func)
-        interpreter.observer.on_function(name)
-        promise(interpreter, f"hooks by {name}")
+def _reject_inner(interpreter: "Interpreter", node: Node, name: str) -> None:
+    if _is_compared(interpreter, node):
+        raise messages.error(
+            interpreter,
+            f"check='global': the backward of {name} runs inside of another backward, where it is "
+            "not compared with one device.",
+            [],
+            "wrap what calls it in local_region(f, in_types, out_types).",
+        )
+
+
+def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls what registers a hook, or gives a node for hooks; nothing compares these step by step.
+
+    Raises:
+        ShardTypeError: under global strictness, which may compare the whole body by numbers.
+    """
+    node, reader = current_autograd_node(), sys._getframe(3)  # this, and two functions of the mode
+    is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
+    if is_compared and not is_of_library(reader):
+        raise _uncompared(interpreter, name_of_hook(func))
     return func(*args, **kwargs)
 
 
-def meet_saving_hooks(interpreter: "Interpreter") -> None:
-    """Notes what the user's hooks promise that may change what autograd saves of an operation."""
-    if has_saving_hooks(of_users=True):
-        promise(interpreter, "hooks by saved_tensors_hooks")
+def refuse_saving_hooks(interpreter: "Interpreter") -> None:
+    """Refuses, as `refuse_hooks`, an operation whose saved tensors the user's hooks may change.
+
+    Autograd's own steps are not compared: they are the derivative of a forward that is.
+    """
+    if is_observed(interpreter) and has_saving_hooks(of_users=True):
+        raise _uncompared(interpreter, "saved_tensors_hooks")
 
 
-def promise(interpreter: "Interpreter", what: str) -> None:
-    """Notes that gradients are one device's, over all axes; regions promise it of theirs."""
-    if not (interpreter.in_region or interpreter.is_paused):
-        made = Promise(what, frozenset(interpreter.axes), call_site(), False)
-        interpreter.traits.promises |= {made}
+def _uncompared(interpreter: "Interpreter", what: str) -> ShardTypeError:
+    return messages.error(
+        interpreter,
+        f"check='global': {what} is used, and the steps of hooks are not compared with one device.",
+        [],
+        "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
+        "in_types, out_types).",
+    )
 
 
 def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
@@ -80,7 +161,7 @@ def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
     for node, name in own_nodes(outputs):
         if node not in interpreter.watched:
             interpreter.watched.add(node)
-            node.register_prehook(partial(_enter, interpreter, node))
+            node.register_prehook(partial(_enter, interpreter, node, name))
             node.register_hook(partial(_check, interpreter, node, name))
 
 
@@ -133,7 +214,7 @@ def _link(interpreter: "Interpreter", result: Tensor, open_axes: Sequence[int]) 
 
 
 def _enter(
-    interpreter: "Interpreter", node: Node, gradients: Sequence[Tensor | None]
+    interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Types cotangents of results in which ranks have met, and which each uses, as pending sums.
 
@@ -148,7 +229,11 @@ def _enter(
             gradient, lambda at, have: Partial if at in met and plain(have) == V else have
         )
 
-    return tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
+    typed = tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
+    if _is_compared(interpreter, node):
+        values = [_value(interpreter, node, number) for number in range(len(typed))]
+        interpreter.observer.on_backward_start(name, values, _bases(typed))
+    return typed
 
 
 _COMPILED: Final = ("torch.", "shardmap_torch.collectives.", "shardmap_torch.checkpoint")
@@ -178,6 +263,11 @@ def _check(
         for at, pair in enumerate(zip(operand.types, storage_type.types, strict=True)):
             if pair[0] == I and pair[1].varies:
                 raise _wrong(interpreter, node, name, at, operand, storage_type)
+    if _is_compared(interpreter, node):
+        pairs = zip(gradients, node.next_functions, strict=False)
+        returned = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
+        values, given = [value for _, value in returned], _bases([g for g, _ in returned])
+        interpreter.observer.on_backward_end(name, values, given)
     return gradients
 
 

@@ -134,8 +134,6 @@ class TypeStore:
             backwards by which they do.
         running: the backwards that the checker has started, and that run.
         unversioned: storages of which the body has `.data`: writes that autograd does not see.
-        watched: the nodes of Functions of the user's own that are checked.
-        in_region: whether a `local_region` runs.
         switches: in code that a checkpoint runs for the first time, and no gradients are recorded,
             what gradients have been switched to in it; else None.
     """
@@ -160,8 +158,11 @@ class TypeStore:
         self.running: list[int] = []
         self.unversioned: set[int] = set()
         self.switches: tuple[bool, ...] | None = None
+        # State of the user's own code that autograd runs; see `user_code`.
+        self.keeps_values = False
+        self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
-        self.in_region = False
+        self.regions: list[range] = []
         self._num_tasks = 0
 
     def forget_nodes(self) -> None:
@@ -169,6 +170,7 @@ class TypeStore:
 
         Python's collector does not see through the graph, which would stay alive.
         """
+        self.values.clear()
         self.watched.clear()
         self.copies.forget_tensors()
 

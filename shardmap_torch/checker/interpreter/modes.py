@@ -123,6 +123,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         interpreter = self._interpreter
         if func in METADATA and type(base_of(args[0])) is FakeTensor:
+            if interpreter.keeps_values:
+                custom_functions.remember(interpreter, args)
             out = func(*args, **(kwargs or {}))
             return out if interpreter.fake.shape_env is None else as_numbers(out)
         kwargs = kwargs or {}
@@ -140,7 +142,7 @@ class _Functions(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch in the body, step by step.
 
-        1. The user's own Functions, and what batched bodies lack, are noted.
+        1. Values of the user's own Functions are kept, and what batched bodies lack is noted.
         2. Differentiations, Python values and questions for addresses have handlers of their own.
         3. Numbers by rank, positions and einsum are rewritten: after 2, whose handlers would not
            know the calls that come of it.
@@ -151,6 +153,8 @@ class _Functions(TorchFunctionMode):
         if func is custom_function_call:
             custom_functions.meet(self._interpreter, args[0], args)
             self._interpreter.needs_ranks(without_rule(args[0]))
+        if self._interpreter.keeps_values:
+            custom_functions.remember(self._interpreter, [*args, *kwargs.values()])
         asks_itself = func == GRAD_FN and is_own(sys._getframe(2))
         lacking = None if asks_itself else _what_only_ranks_run(func, args, kwargs)
         if lacking is not None:
@@ -372,8 +376,6 @@ def _ask_for_gradients(
     """Answers, but has ranks run a body of which the user's code asks: vmap answers otherwise."""
     if is_user(_asker(func)):
         interpreter.needs_ranks("a question for requires_grad")
-        if interpreter.switches is not None:  # a checkpoint gets another answer the second time
-            custom_functions.promise(interpreter, "a question for requires_grad")
     return func(*args, **kwargs)
 
 
@@ -411,7 +413,7 @@ ADDRESSES: Final[Mapping[_Question, _Question]] = {
 _SPECIAL: Final[Mapping[Any, Any]] = {
     **dict.fromkeys(
         (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, GRAD_FN),
-        custom_functions.meet_hooks,
+        custom_functions.refuse_hooks,
     ),
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
     **gradients.FUNCTIONS,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages, scalars
-from shardmap_torch.checker.interpreter.custom_functions import meet_saving_hooks
+from shardmap_torch.checker.interpreter.custom_functions import refuse_saving_hooks, reject_unseen
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
 from shardmap_torch.checker.ir.fake_results import (
@@ -197,6 +197,7 @@ def repeat(
     if running_backward() != NO_BACKWARD:
         if not interpreter.running or is_in_linear_backward():
             return NotImplemented
+        reject_unseen(interpreter)
     site, backward = interpreter.site()
     out = make(interpreter.fake, known, call.tensors)
     uses = []
@@ -246,7 +247,7 @@ def _interpret(
         value = scalars.take_for_torch(interpreter, op, arguments)
         if value is not None:
             return value
-    meet_saving_hooks(interpreter)
+    refuse_saving_hooks(interpreter)
     interpreter.needs_ranks(rank_only_part(op, arguments))
     writes = writes_of(op, arguments)
     for name in writes:
@@ -282,6 +283,7 @@ def _reject_misplaced(interpreter: Interpreter, op: OpOverload) -> None:
             "Fix: use torch.func.grad, torch.autograd.grad, torch.autograd.backward or "
             "Tensor.backward()."
         )
+    reject_unseen(interpreter)
 
 
 def _lift(interpreter: Interpreter, op: OpOverload, literal: Tensor) -> Any:

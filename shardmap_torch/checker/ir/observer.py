@@ -33,10 +33,14 @@ class Observer:
 
     judges = True
 
+    def __init__(self) -> None:
+        self.followed: list[int] = []
+
     @property
     def is_ignored(self) -> bool:
-        """Returns whether autograd runs, whose steps are checked by types alone."""
-        return running_backward() != NO_BACKWARD
+        """Returns whether autograd runs its own code, whose steps are checked by types alone."""
+        task = running_backward()
+        return task != NO_BACKWARD and (not self.followed or self.followed[-1] != task)
 
     def on_argument(self, tensor: Tensor, spec: P) -> None:
         """Observes an argument that has been sharded by its spec."""
@@ -98,8 +102,23 @@ class Observer:
         self.on_step(SWITCH, {"switches": switches}, [])
 
     def on_function(self, name: str) -> None:
-        """Observes that a Function of the user's own is applied, or a hook registered."""
+        """Observes that a Function of the user's own is applied."""
         self.on_step(f"{FUNCTION} {name}", {}, [])
+
+    def on_backward_start(
+        self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Observes the start of the user's own backward or hook, with gradients of these values."""
+        self.followed.append(running_backward())
+        self.on_step(f"{BACKWARD} {name}", {"values": values}, _present(gradients))
+
+    def on_backward_end(
+        self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Observes its end, with gradients of these values."""
+        arguments = {"values": values, "gradients": gradients}
+        self.on_step(f"the end of {BACKWARD} {name}", arguments, [])
+        self.followed.pop()
 
     def on_python_result(self, path: str, value: object) -> None:
         """Observes a result of the body that is no tensor."""
@@ -146,6 +165,7 @@ INDEX: Final = "axis_index"
 GRADIENT: Final = "a gradient"
 SWITCH: Final = "a switch of gradients"
 FUNCTION: Final = "the Function"
+BACKWARD: Final = "the backward of"
 REGION: Final = "local_region"
 VALUE: Final = "a Python value by"
 RESULT: Final = "the result"

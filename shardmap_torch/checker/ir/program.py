@@ -6,7 +6,7 @@ It is the library's jaxpr.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -234,22 +234,6 @@ class Exit:
     origin: str
 
 
-class Promise(NamedTuple):
-    """A promise of the user's own code, which layouts do not follow.
-
-    Attributes:
-        what: the code: a `local_region`, the backward of a Function, hooks.
-        axes: over which it promises something.
-        site: its line.
-        is_believed: whether it counts as kept where numbers cannot tell.
-    """
-
-    what: str
-    axes: frozenset[str]
-    site: Site | None
-    is_believed: bool
-
-
 @dataclass
 class Traits:
     """Facts about a body that its runs have to know, beside the types of its values.
@@ -264,7 +248,7 @@ class Traits:
         closed_over: the ids of tensors that it reads and that are no arguments, and what tells
             their values from others where processes compare them.
         asks: axes along which it asks a group of torch.distributed for its rank or size.
-        promises: those that are to be tried.
+        promises: the regions whose promises are to be tried, with the axes that their types name.
     """
 
     rank_only: str | None = None
@@ -274,7 +258,7 @@ class Traits:
     applies_functions: bool = False
     closed_over: set[tuple[int, str]] = field(default_factory=set)
     asks: frozenset[str] = frozenset()
-    promises: frozenset[Promise] = frozenset()
+    promises: frozenset[tuple[str, frozenset[str]]] = frozenset()
 
     @staticmethod
     def of_all(paths: "Sequence[Traits]") -> "Traits":
@@ -288,7 +272,7 @@ class Traits:
             any(each.applies_functions for each in paths),
             set().union(*[each.closed_over for each in paths]),
             frozenset[str]().union(*(each.asks for each in paths)),
-            frozenset[Promise]().union(*(each.promises for each in paths)),
+            frozenset[tuple[str, frozenset[str]]]().union(*(each.promises for each in paths)),
         )
 
 

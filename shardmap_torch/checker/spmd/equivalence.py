@@ -3,8 +3,8 @@
 By induction every value of the ranks' program is its value on one device: sharded along dims
 (S(i)), a pending sum over ranks (P), or replicated (I, R, K). A step after which that no longer
 holds is an error at its line. Autograd's own steps are not compared: with a forward that means the
-one-device program, and cotangents of the right types, its gradients are that program's. That the
-user's own backwards and hooks leave them so is a promise, which numbers try.
+one-device program, and cotangents of the right types, its gradients are that program's. The user's
+own backwards and hooks are compared: they get and return gradients sharded like their values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import (
+    BACKWARD,
     COLLECTIVE,
     FUNCTION,
     GRADIENT,
@@ -34,7 +35,7 @@ from shardmap_torch.checker.ir.observer import (
 )
 from shardmap_torch.checker.rules.infer import named_tensors
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, shown
-from shardmap_torch.checker.spmd.gradients import Gradients
+from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
 from shardmap_torch.checker.spmd.ops.advice import COPIES, OTHER
@@ -46,7 +47,7 @@ from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Sums, part_of, reject_scaled
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
-from shardmap_torch.core.autograd_state import grad_mode
+from shardmap_torch.core.autograd_state import grad_mode, running_backward
 from shardmap_torch.core.functorch import dims_of
 from shardmap_torch.core.source_location import definition_of
 from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
@@ -72,6 +73,7 @@ class Relation(Observer):
             one: the record of the body on one device, or with the ranks of `without` alone.
             without: the axes over which nothing is related.
         """
+        super().__init__()
         self._interpreter, self._one = interpreter, one
         self._alignment = Alignment(one)
         self._notes = Notes(interpreter, self._alignment, without)
@@ -221,6 +223,7 @@ class Relation(Observer):
             if live:
                 event = self._take(GRADIENT)
                 self._gradients.note(event, outputs, seeds, operands, gradients, before)
+                self._gradients.has_custom_backward &= bool(self.followed)
 
     def on_switch(self, switches: Sequence[bool]) -> None:
         """Requires that a checkpoint switches gradients on and off as on one device."""
@@ -233,6 +236,39 @@ class Relation(Observer):
         with self._judged(f"{FUNCTION} {name}", []) as live:
             if live:
                 self._take(f"{FUNCTION} {name}")
+
+    def on_backward_start(
+        self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Gives the cotangents of a custom backward the layouts of its values, as types ensure."""
+        self.followed.append(running_backward())
+        self._gradients.has_custom_backward = True
+        with self._judged(f"{BACKWARD} {name}", _named("value", values)):
+            event = self._take(f"{BACKWARD} {name}")
+            refs, found = event.arguments["values"], iter(event.results)
+            for value, gradient, ref in zip(values, gradients, refs, strict=True):
+                if gradient is None:
+                    continue
+                shard = self._gradients.layout_of(value, ref)
+                number, global_shape = next(found, (0, ()))
+                if global_shape != shard.global_shape:
+                    raise UnrelatedError("it gets gradients of other values", WRAP)
+                self._gradients.note_cotangent(shard, value, gradient, number)
+
+    def on_backward_end(
+        self, name: str, values: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Requires the gradients it returns to have the layouts of their values."""
+        with self._judged(f"{BACKWARD} {name}", _named("its gradient", gradients)):
+            event = self._take(f"the end of {BACKWARD} {name}")
+            refs = zip(event.arguments["values"], event.arguments["gradients"], strict=True)
+            for value, gradient, (ref, found) in zip(values, gradients, refs, strict=True):
+                if (gradient is None) != (found is None):
+                    raise UnrelatedError("it returns a gradient in one program only", WRAP)
+                if gradient is not None:
+                    shard = self._gradients.layout_of(value, ref)
+                    self._gradients.require(shard, value, gradient, found)
+        self.followed.pop()
 
     def on_python_result(self, path: str, value: object) -> None:
         """Requires that a Python result equals the one on one device."""
@@ -274,7 +310,7 @@ class Relation(Observer):
             raise UnrelatedError("gradients are recorded in one program only", OTHER)
         elif results:  # else it answers a question about shapes
             call = PairedCall(op, arguments, event, results)
-            self._operations.compare(call, key)
+            self._operations.compare(call, bool(self.followed), key)
 
     def on_end(self) -> None:
         """Requires that the program on one device has ended too, with its backward."""
@@ -322,6 +358,10 @@ class Relation(Observer):
         shape = show_shape(tensor.dtype, tensor.shape)
         origin = self._interpreter.storage_type(tensor).origin()
         return f"  {name}: {shape}, sharded {self.spec_of(tensor)!r}, from {origin}"
+
+
+def _named(name: str, tensors: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for tensor in tensors if tensor is not None]
 
 
 def _without(sums: Sums, digits_taken: frozenset[str]) -> Sums:

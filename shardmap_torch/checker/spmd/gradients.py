@@ -1,6 +1,7 @@
 """Gradients in the ranks' program and on one device: sharded like the values they belong to."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from torch import Tensor
 
@@ -17,13 +18,23 @@ from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import Sums, common_scale, reject_scaled
 from shardmap_torch.core.functorch import base_of, dims_of
 
+WRAP: Final = (
+    "compute it in forward and backward from values that are equal on its ranks, with "
+    "all_reduce in a shardmap_torch.Function, or wrap it in local_region(f, in_types, out_types)."
+)
+
 
 class Gradients:
-    """Relates the cotangents and gradients of differentiations in a body to those on one device."""
+    """Relates the cotangents and gradients of differentiations in a body to those on one device.
+
+    Attributes:
+        has_custom_backward: whether the user's own code has run in this differentiation.
+    """
 
     def __init__(self, notes: Notes) -> None:
         """Reads the layouts of the values from `notes`."""
         self._notes = notes
+        self.has_custom_backward = False
 
     def note(
         self,
@@ -40,6 +51,8 @@ class Gradients:
             UnrelatedError: they are not the gradients of the one-device program.
         """
         scale = self._check_seeds(event, outputs, seeds)
+        if self.has_custom_backward:
+            reject_scaled(scale)  # the user's own backward may not be linear
         found = iter(event.results)
         refs = event.arguments["operands"]
         olds = [*zip(before, event.arguments["before"], strict=True)]
@@ -99,9 +112,10 @@ class Gradients:
 
         A value that all ranks of an axis have, each for a use of its own, has one addend of its
         cotangent on each. A backward is linear, so that the sum of what it makes of them is what it
-        makes of their sum.
+        makes of their sum; the user's own may not be.
         """
-        return frozenset(axis for axis, each in self._notes.types(output) if each.varies)
+        types = self._notes.types(output)
+        return frozenset(a for a, each in types if each.varies or self.has_custom_backward)
 
     def _note(
         self,
@@ -147,6 +161,52 @@ class Gradients:
         if sums.scale != made.scale:
             reject_scaled(sums)
             reject_scaled(made)
+
+    def layout_of(self, value: Tensor | None, ref: Ref | None) -> ShardedTensor:
+        """Returns the layout of the value whose gradient custom code gets or returns."""
+        if value is None or ref is None:
+            raise UnrelatedError("the value whose gradient it works on is not known", WRAP)
+        self._notes.reject_unfinished(value)
+        return self._notes.find(value, ref, "the value whose gradient it works on")
+
+    def note_cotangent(
+        self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, number: int
+    ) -> None:
+        """Lays out the gradient that custom code gets like its value."""
+        assert value is not None  # its shard is known
+        self._notes.note(
+            gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
+        )
+        parts = {axis for axis, axis_type in self._notes.types(gradient) if axis_type.varies}
+        finished = self._notes.sums(value).partial | set(shard.axes)
+        self._notes.set_sums(gradient, Sums(frozenset(parts - finished)))
+
+    def require(
+        self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, ref: Ref
+    ) -> None:
+        """Requires that a gradient which custom code returns is laid out like its value.
+
+        Raises:
+            UnrelatedError: it is not.
+        """
+        assert value is not None  # its shard is known
+        self._notes.reject_unfinished(gradient)
+        have = self._notes.find(gradient, ref, "a gradient that it returns")
+        if len(have.dims) != len(shard.dims) or any(
+            found not in (wanted, ANY) for found, wanted in zip(have.dims, shard.dims, strict=True)
+        ):
+            raise UnrelatedError(
+                f"a gradient that it returns is sharded {have.spec()}, its value {shard.spec()}",
+                WRAP,
+            )
+        known = self._notes.sums(value).partial | set(shard.axes)
+        twice = self._notes.sums(gradient).partial & known
+        if twice:
+            raise UnrelatedError(
+                f"a gradient that it returns is a pending sum over {min(twice)!r}, and "
+                "its value has one for each rank",
+                WRAP,
+            )
 
 
 def _pairs(value: Tensor, other: Tensor) -> list[tuple[int, int]]:

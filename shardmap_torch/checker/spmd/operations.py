@@ -63,11 +63,12 @@ class Operations:
         self._positions = positions
         self._repeated = Repeated(interpreter, notes)
 
-    def compare(self, call: PairedCall, key: Key | None) -> None:
+    def compare(self, call: PairedCall, in_backward: bool, key: Key | None) -> None:
         """Requires that the results are shards of those on one device, and notes their layouts.
 
         Args:
             call: the operation in both programs.
+            in_backward: whether the user's own backward calls it.
             key: equal for calls on ranks that differ in values alone; None where more counts.
 
         Raises:
@@ -82,7 +83,8 @@ class Operations:
                 "torch.func.vmap does, or gather it first, with all_gather.",
             )
         positions = self._positions.lay_out(call)
-        function = self._interpreter.function
+        # A run does not look at what backwards call.
+        function = None if in_backward else self._interpreter.function
         key = None if positions else self._repeated.key(key, call, function)
         if not self._repeated.note(key, call):
             self._repeated.learn(key, call, self._compare_anew(call, function, positions))

@@ -128,6 +128,7 @@ class Recorder(Observer):
 
     def __init__(self, assume: Assume = lambda *_: None) -> None:
         """Has no steps; `assume` makes gradients that stand for those of a backward, or None."""
+        super().__init__()
         self._assume, self.has_assumed = assume, False
         self.returns: dict[str, object] = {}
         self.events: list[Event] = []

@@ -7,7 +7,7 @@ compares them is imported where it is asked for: it is a large part of the check
 import dis
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from traceback import walk_tb
@@ -21,18 +21,19 @@ from shardmap_torch.checker.interpreter import messages, modes, operations
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import Observer
+from shardmap_torch.checker.ir.own_functions import own_nodes
 from shardmap_torch.checker.ir.paths import (
     Branch,
     Branches,
     SymbolicNumber,
     format_branches,
 )
-from shardmap_torch.checker.ir.program import Need, PathOutcome, ProgramPath, Promise, Where
+from shardmap_torch.checker.ir.program import Need, PathOutcome, ProgramPath, Where
 from shardmap_torch.checker.ir.repairs import NONE, rejected
 from shardmap_torch.checker.ir.sizes import EXACT
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rules.infer import Types
-from shardmap_torch.checker.rules.lattice import accepts
+from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.checker.verify.interpretation import Interpretation
 from shardmap_torch.checker.verify.outputs import (
     Exits,
@@ -52,7 +53,7 @@ from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.source_location import Site, error_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardMapError, ShardTypeError, SpecError
-from shardmap_torch.types import I, K, R, Z
+from shardmap_torch.types import COTANGENT, I, K, R, Z
 
 if TYPE_CHECKING:
     from shardmap_torch.checker.spmd.recorder import Recorder
@@ -199,7 +200,6 @@ def _verify(request: Request, branches: Branches, one: "OneDevice | None") -> Pa
     # 5. Both programs have taken the same branches and numbers.
     if one is not None:
         one.require(call.name, branches.taken, interpreter.numbers.sites)
-        interpreter.traits.promises |= one.promises
 
     # 6. What runs and the other paths need of it is kept.
     outcome = _outcome(request, made, branches, result, exits, back)
@@ -356,6 +356,17 @@ class PullBack:
                 )
 
 
+def record_backward(
+    interpreter: Interpreter, results: Iterable[Tensor], inputs: Iterable[Tensor]
+) -> None:
+    """Runs the derived backward for its observers, if the user's own code runs in it."""
+    outputs = []
+    for value in results:
+        have = interpreter.types_of(value)
+        outputs.append((value, tuple(I if t == K else COTANGENT.get(plain(t), t) for t in have)))
+    _differentiate(interpreter, outputs, inputs)
+
+
 def _differentiate(
     interpreter: Interpreter, outputs: Iterable[tuple[Tensor, Types]], inputs: Iterable[Tensor]
 ) -> Mapping[int, Tensor | None]:
@@ -401,7 +412,6 @@ class OneDevice:
         axes: those over which nothing is compared, and which keep their ranks.
         branches: the branches that it has taken.
         numbers: those that it has made of values taken from tensors, with their lines.
-        promises: what its own code promises.
         failure: the exception that it raised, or None if it has returned.
     """
 
@@ -409,7 +419,6 @@ class OneDevice:
     axes: frozenset[str]
     branches: Sequence[Branch]
     numbers: Mapping[str, Site | None]
-    promises: frozenset[Promise]
     failure: Exception | None
 
     def compare(self, interpreter: Interpreter) -> None:
@@ -471,8 +480,8 @@ def interpret_on_one_device(request: Request, branches: Branches) -> OneDevice |
     axes, own = _uncompared_axes(request), branches.again()
     interpreter, failure = _record(request, own, steps, axes)
     request.met.assumed |= steps.has_assumed
-    numbers, promises = interpreter.numbers.sites, interpreter.traits.promises
-    return OneDevice(steps, axes, own.taken, numbers, promises, failure)
+    numbers = interpreter.numbers.sites
+    return OneDevice(steps, axes, own.taken, numbers, failure)
 
 
 def _uncompared_axes(request: Request) -> frozenset[str]:
@@ -507,22 +516,30 @@ def _record(
 
 
 def _record_forward(request: Request, made: Interpretation, steps: Observer) -> None:
-    """Interprets the forward, and shows its steps."""
+    """Interprets the forward, and shows its steps, also those of the user's own backwards.
+
+    The backward that autograd derives is interpreted only where there is such code in it.
+    """
     interpreter = made.interpreter
     interpreter.observer = steps
     steps.on_start(interpreter.flows_through)
     with made.entered() as inputs:
         result = made.run_body(inputs)
         with DisableTorchFunction():  # the boundary asks and casts, not the body
-            _record_results(request, made, result)
+            outputs = _record_results(request, made, result)
+            calls_own = any(True for _ in own_nodes(outputs))
+        if calls_own:
+            with suppress(ShardTypeError):  # types are judged where there are ranks
+                record_backward(interpreter, outputs, inputs.values())
     interpreter.end()
 
 
-def _record_results(request: Request, made: Interpretation, result: Result) -> None:
-    """Shows an observer what the body returns."""
+def _record_results(request: Request, made: Interpretation, result: Result) -> list[Tensor]:
+    """Shows an observer what the body returns; returns its tensors."""
     steps = made.interpreter.observer
     result = repaired_result(request.call, made.backend, request.repair, result)
     for position in result.match.crossing:
         value = made.interpreter.fakify(result.leaves[position])
         steps.on_result(result.match.paths[position], value, result.match.spec(position))
     report_values(steps, result)
+    return [result.leaves[position] for position in result.match.crossing]

@@ -361,7 +361,7 @@ def _verify_otherwise(
         return verdict
     # 3. A step that takes gradients by itself is right if nobody differentiates its results; who
     # does so later gets the error.
-    step = as_step(call, strictness)
+    step = _as_step(call, strictness)
     # 4. The error is printed with a repair. With that, results of a step need no gradient either.
     takes_gradients = rejection_of(error).takes_gradients and not _is_transformed()
     is_step = step is None and takes_gradients
@@ -372,7 +372,7 @@ def _verify_otherwise(
     return replace(step, refusal=refusal)
 
 
-def as_step(call: Call, strictness: Strictness) -> Verdict | None:
+def _as_step(call: Call, strictness: Strictness) -> Verdict | None:
     """The verdict on a step that takes gradients by itself, whose results are not differentiated.
 
     None where it is not one, or is wrong; or where a transform around the call differentiates it.

@@ -21,10 +21,10 @@ from shardmap_torch.backends.threads import thread_state
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
 from shardmap_torch.checker.ir.program import Equation
-from shardmap_torch.checker.ir.repairs import NONE, shortened
+from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.request import Strictness
-from shardmap_torch.checker.verify.verdict import Verdict, as_step, attempt
+from shardmap_torch.checker.verify.verdict import Verdict, attempt, detached, verify
 from shardmap_torch.core.ambient import SILENT
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import can_receive_gradient
@@ -68,11 +68,12 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         ShardTypeError: the ranks compute something else.
     """
     compared = _compared(call.mesh, strictness)
-    typed = _proven(call, Axes())
+    typed = _well_typed(call)
     if typed is None:
         return None
-    axes, proven, others = _split(call, compared, typed)
-    if proven is None or not proven.traits.promises <= typed.traits.promises:
+    promised = frozenset(axis for _, named in typed.traits.promises for axis in named)
+    axes, proven, others = _split(call, compared, typed.traits.asks | promised)
+    if proven is None:
         return None
     over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
     sending = _sending(typed, compared)
@@ -105,11 +106,11 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
 
 
 def _split(
-    call: Call, compared: Axes, typed: Verdict
+    call: Call, compared: Axes, asks: Axes
 ) -> tuple[Axes, Verdict | None, Mapping[str, Exception]]:
     """Returns the axes over which layouts prove nothing, a proof over the others, and errors.
 
-    They prove nothing along axes of which the body asks for its rank, or promises something.
+    Along axes in `asks` the body asks for its rank, or a region promises what layouts believe.
     """
     errors: dict[str, Exception] = {}
     proofs: dict[Axes, Verdict] = {}
@@ -118,22 +119,16 @@ def _split(
             proofs[frozenset({axis})] = attempt(call, NONE, frozenset({axis}))
         except Exception as error:  # of the user's code too, on one device
             errors[axis] = error
-    asks = typed.traits.asks.union(*(each.axes for each in typed.traits.promises))
     axes = (frozenset(errors) | asks) & compared or compared
-    rest = compared - axes
-    proven = proofs.get(rest) or (_proven(call, rest) if rest else None)
-    if proven is None:  # also where the axes depend on one another
-        axes, proven = compared, typed
+    proven = proofs.get(compared - axes) or _proven(call, compared - axes)
+    if proven is None and axes != compared:  # the axes depend on one another
+        axes, proven = compared, _proven(call, Axes())
     return axes, proven, errors
 
 
 def _proven(call: Call, axes: Axes) -> Verdict | None:
-    """Returns a proof over these axes, also of a step whose results are not differentiated."""
     try:
-        return attempt(call, NONE, axes or "local")
-    except ShardTypeError as error:
-        step = as_step(call, axes or "local")
-        return None if step is None else replace(step, refusal=shortened(error))
+        return verify(call, axes or "local")
     except Exception:  # of the user's code too, behind the first error
         return None
 
@@ -145,47 +140,39 @@ def _reason(error: Exception) -> str:
 
 
 def keep_promises(call: Call, strictness: Strictness, proven: Verdict) -> Verdict:
-    """Tries what regions, backwards and hooks promise, on which the proof of a program rests.
+    """Tries what regions promise, on which the proof of a program rests.
 
-    Over the axes that they name, the program has to be that of one device by numbers too. Where
-    numbers cannot decide, regions are believed.
+    Over the axes that their types name, the program has to be that of one device by numbers too.
+    Where numbers cannot decide, they are believed.
 
     Raises:
-        ShardTypeError: the ranks compute something else, or may do so.
+        ShardTypeError: the ranks compute something else.
     """
     promises, compared = proven.traits.promises, _compared(call.mesh, strictness)
-    axes = Axes().union(*(each.axes for each in promises)) & compared
-    if all(call.mesh.shape[axis] == 1 for axis in axes):
+    axes = frozenset(axis for _, named in promises for axis in named) & compared
+    typed = _well_typed(call)
+    if typed is None or all(call.mesh.shape[axis] == 1 for axis in axes):
         return proven
     over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
-    lines = sorted({f"  {each.what}  # {each.site}" for each in promises})[:_SHOWN]
+    lines = [f"  {e.name}  # {e.site}" for e in typed.equations if (e.name in dict(promises))]
+    lines = list(dict.fromkeys(lines))[:_SHOWN]
     try:
         others = frozenset(call.mesh.axis_names) - compared
-        typed = _proven(call, Axes()) or proven
         comparison = _compare(call, proven, others, axes, typed, steady=True)
     except RefutedError as refuted:
         raise ShardTypeError(_BROKEN.format(call.name, over, refuted, "\n".join(lines))) from None
-    except (_UncheckedError, UntriedError) as error:
-        is_untried = isinstance(error, UntriedError)
-        why = str(error) if is_untried else f"the body fails there: {error.__cause__}"
-        if all(each.is_believed for each in promises):
-            return replace(proven, untried=why)
-        raise ShardTypeError(_OPEN.format(call.name, over, why, "\n".join(lines))) from None
+    except _UncheckedError as error:
+        return replace(proven, untried=f"the body fails there: {error.__cause__}")
+    except UntriedError as untried:
+        return replace(proven, untried=str(untried))
     return replace(proven, tried="\n".join([comparison.report(over, call), *lines]))
 
 
 _BROKEN: Final = (
-    "{}: check='global': tried with numbers over {}, the body is not what it promises: {}.\nThe "
-    "program rests on:\n{}\nFix: where its axes have one rank each must compute what all ranks "
-    "compute together, as a norm of all of a gradient; validate_rule tries a region by itself. If "
-    "its arguments are no free choice, as a sequence that is permuted before it is sharded, say "
-    "trusted=True, which explain lists."
-)
-
-_OPEN: Final = (
-    "{}: check='global': numbers over {} cannot tell whether gradients are those of one device: {}."
-    "\nThe program rests on:\n{}\nFix: put the code into local_region(f, in_types, out_types, "
-    "trusted=True), which is believed and which explain lists."
+    "{}: check='global': tried with numbers over {}, a region is not what it promises: {}.\n"
+    "The program rests on:\n{}\nFix: where its axes have one rank it must compute what all ranks "
+    "compute together; validate_rule tries it by itself. If its arguments are no free choice, as a "
+    "sequence that is permuted before it is sharded, say trusted=True, which explain lists."
 )
 
 _REFUTED: Final = (
@@ -223,6 +210,16 @@ def _sending(typed: Verdict, compared: Axes) -> list[Equation]:
             sending += [equation] * (found.movement.numbered or len(sizes) > 1)
             stacking += [equation] * (not found.tiled)
     return sending or stacking
+
+
+def _well_typed(call: Call) -> Verdict | None:
+    """Returns a local verdict, also on a step whose results are not differentiated."""
+    for leaves in (call.leaves, detached(call)):
+        try:
+            return attempt(replace(call, leaves=leaves), NONE, "local")
+        except Exception:  # of the user's code too; what is shown is the first error
+            continue
+    return None
 
 
 def _compare(

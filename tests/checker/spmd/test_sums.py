@@ -160,7 +160,7 @@ def through_a_backward_that_is_not_linear(w: Tensor, x: Tensor) -> Tensor:
 
 
 WRONG: Final = [
-    (through_a_backward_that_is_not_linear, "the body is not what it promises"),
+    (through_a_backward_that_is_not_linear, "over 'dp' it is the mean of a rank's part"),
     (summed, "over 'dp' it is the sum of the means of all parts"),
     (averaged_twice, r"the result out .* it is 1/\d times that value"),
     (squared_before, "keeps the bits and changes the meaning"),

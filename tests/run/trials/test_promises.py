@@ -65,7 +65,7 @@ def test_a_promise_that_is_kept_is_tried_and_no_longer_assumed(f: Any, args: Any
 
 @pytest.mark.parametrize(("f", "args"), WRONG)
 def test_a_promise_that_is_not_kept_is_refused(f: Any, args: Any) -> None:
-    with pytest.raises(ShardTypeError, match="the body is not what it promises: "):
+    with pytest.raises(ShardTypeError, match="a region is not what it promises: "):
         check_program(f, *args)
 
 
@@ -77,15 +77,14 @@ def test_the_refusal_names_the_region_and_its_line() -> None:
     with pytest.raises(ShardTypeError) as caught:
         weighed(lambda x: centred(x))(random(6))
     head, reason, line, fix = str(caught.value).splitlines()
-    start = "<lambda>: check='global': tried with numbers over 'cp', the body is not what it "
+    start = "<lambda>: check='global': tried with numbers over 'cp', a region is not what it "
     assert head.startswith(start + "promises: out is ")
     assert reason == "The program rests on:"
     assert line.startswith("  local_region centred  # test_promises.py:")
     assert fix == (
-        "Fix: where its axes have one rank each must compute what all ranks compute together, as a "
-        "norm of all of a gradient; validate_rule tries a region by itself. If its arguments are "
-        "no free choice, as a sequence that is permuted before it is sharded, say trusted=True, "
-        "which explain lists."
+        "Fix: where its axes have one rank it must compute what all ranks compute together; "
+        "validate_rule tries it by itself. If its arguments are no free choice, as a sequence that "
+        "is permuted before it is sharded, say trusted=True, which explain lists."
     )
 
 
@@ -95,7 +94,7 @@ def test_an_unknown_operator_does_not_hide_what_differs() -> None:
         y: Tensor = torch.special.bessel_j0(x)
         return y.flip(0)
 
-    with pytest.raises(ShardTypeError, match="the body is not what it promises: "):
+    with pytest.raises(ShardTypeError, match="a region is not what it promises: "):
         weighed(lambda x: flipped(x))(random(6))
 
 
@@ -123,7 +122,7 @@ def test_random_numbers_beside_a_region_do_not_keep_it_from_being_tried(draw: An
     region = declared(Tensor.sin)
     assert explain(mapped, random(6), random(4)).one_device == "tried"
     region = declared(halved)
-    with pytest.raises(ShardTypeError, match="the body is not what it promises: "):
+    with pytest.raises(ShardTypeError, match="a region is not what it promises: "):
         check_program(mapped, random(6), random(4))
 
 
@@ -143,7 +142,7 @@ def test_each_size_is_tried() -> None:
     f = weighed(lambda x: short(x))
     for size in (3, 6):
         f(random(size))
-    with pytest.raises(ShardTypeError, match="the body is not what it promises: "):
+    with pytest.raises(ShardTypeError, match="a region is not what it promises: "):
         f(random(27))
 
 
