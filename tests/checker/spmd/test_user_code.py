@@ -508,9 +508,11 @@ class Rounded(Function):
 
 
 def test_a_function_is_proven_at_any_size_where_numbers_could_not_decide() -> None:
+    rounded: Any = Rounded.apply
+
     def body(x: Tensor, w: Tensor) -> Tensor:
         for layer in w.unbind(0):
-            x = x + Rounded.apply(x @ layer)
+            x = x + rounded(x @ layer)
         return all_reduce(x.square().mean(), "dp", op="mean", dst=I)
 
     mesh = make_mesh((1024, 2), NAMES, kind="abstract")
