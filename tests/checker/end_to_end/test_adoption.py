@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from shardmap_torch import I, P, ShardTypeError, all_reduce, axis_index, shard_map
 from tests.checker.support.one_device import ONE, RANKS, assert_is_refused, numbers
+from tests.checker.support.outcomes import outcome
 
 # torch's own forward mode scripts some decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -218,21 +218,6 @@ def add_to_rows(x: Tensor, w: Tensor) -> Tensor:
 
 def index_add(x: Tensor, w: Tensor) -> Tensor:
     return x.index_add(0, axis_index("a").reshape(1), w[None])
-
-
-def outcome(mapped: Body, args: Sequence[Tensor]) -> list[Tensor]:
-    """The values, and the gradients of all inputs that can have one."""
-    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
-    values = tree_leaves(mapped(*leaves))
-    terms = [
-        (y * torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).reshape(y.shape)).sum()
-        for y in values
-        if y.requires_grad
-    ]
-    if not terms:
-        return values
-    smooth = [x for x in leaves if x.requires_grad]
-    return [*values, *torch.autograd.grad(sum(terms), smooth, materialize_grads=True)]
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardmap_torch import (
     Mesh,
@@ -28,6 +27,7 @@ from shardmap_torch.checker.verify import verdict
 from tests.checker.support import daily_attention, daily_losses, daily_models, daily_steps
 from tests.checker.support.daily import DP, TP0, N, Program, add_tp, mean, to_r, total
 from tests.checker.support.one_device import numbers
+from tests.checker.support.outcomes import fresh, with_gradients
 from tests.support.fuzzing import FUZZ
 
 AXES: Final = ("dp", "tp")
@@ -49,23 +49,10 @@ def outcome(name: str, mesh: Mesh, check: Any) -> list[Tensor]:
     """Returns the values, and the gradients of all inputs that can have one."""
     program = PROGRAMS[name]
     options: Any = {"in_specs": program.in_specs, "out_specs": program.out_specs, "check": check}
-
-    def leaf(x: Tensor) -> Tensor:
-        return x.detach().clone().requires_grad_(x.is_floating_point() and not program.is_step)
-
-    args = tree_map(leaf, program.args)
+    args = fresh(program.args, learns=not program.is_step)
     for number in CONSTANT.get(name, ()):
         args[number].requires_grad_(False)
-    values = tree_leaves(shard_map(program.body, mesh=mesh, **options)(*args))
-    terms = [
-        (y * torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).reshape(y.shape)).sum()
-        for y in values
-        if y.requires_grad
-    ]
-    leaves = [x for x in tree_leaves(args) if x.requires_grad]
-    if not terms:
-        return values
-    return [*values, *torch.autograd.grad(sum(terms), leaves, materialize_grads=True)]
+    return with_gradients(shard_map(program.body, mesh=mesh, **options)(*args), args)
 
 
 @cache

@@ -6,10 +6,9 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardmap_torch import Mesh, P, ShardTypeError, check_program, make_mesh, shard_map
-from tests.programs.support.harness import global_value
+from tests.checker.support.outcomes import outcome
 
 AXES: Final = ("a", "b")
 RANKS: Final = make_mesh((2, 2), AXES, kind="simulated", simulate="ranks")
@@ -61,15 +60,6 @@ def outcome_on(
     out_specs: P,
     check: Any = "global",
 ) -> list[Tensor]:
-    """Returns the value and the gradients of all leaves, unsharded."""
-    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
+    """Returns the value and the gradients of all arguments."""
     mapped = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check=check)
-    y = mapped(*leaves)
-    smooth = [x for x in leaves if x.requires_grad]
-    if not y.requires_grad:
-        return [global_value(y)]
-    weights = torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).reshape(y.shape)
-    if isinstance(y, DTensor):
-        weights = DTensor.from_local(weights, y.device_mesh).redistribute(placements=y.placements)
-    gradients = torch.autograd.grad((y * weights).sum(), smooth, materialize_grads=True)
-    return [*map(global_value, (y, *gradients))]
+    return outcome(mapped, args)

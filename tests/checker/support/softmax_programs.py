@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardmap_torch import I, Mesh, P, R, ShardTypeError, all_reduce, shard_map
 from tests.checker.support.one_device import ONE, RANKS
+from tests.checker.support.outcomes import outcome
 from tests.support.fuzzing import FUZZ
 
 SPEC = P(None, "a")
@@ -116,19 +117,14 @@ def outcome_of(seed: int) -> str:
     body, generator = program(seed), torch.Generator().manual_seed(seed)
     x = torch.randint(0, 3, (4, 4), generator=generator).double()
 
-    def outcome(mesh: Mesh) -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
+    def on(mesh: Mesh) -> list[Tensor]:
         mapped = shard_map(body, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check="global")
-        y = mapped(leaf)
-        weights = torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).view(y.shape)
-        if not y.requires_grad:
-            return [y]
-        return [y, *torch.autograd.grad((y * weights).sum(), leaf)]
+        return outcome(mapped, (x,))
 
     try:
-        found = outcome(RANKS)
+        found = on(RANKS)
     except (ShardTypeError, RuntimeError):  # torch.func has no requires_grad_()
         return "refused"
-    expected = outcome(ONE)
+    expected = on(ONE)
     pairs = zip(found, expected, strict=True)
     return "right" if all(torch.allclose(a, b) for a, b in pairs) else "wrong"

@@ -22,6 +22,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
+from tests.checker.support.outcomes import outcome
 from tests.support.golden import hold
 
 Body = Callable[[Tensor, Tensor], Tensor]
@@ -157,13 +158,7 @@ def values(mesh_size: Sequence[int], case: Case, body: Body, out: P) -> list[Ten
         out_specs=out,
         check="global" if checked else False,
     )
-    inputs = [X.clone().requires_grad_(), W.clone().requires_grad_()]
-    y = mapped(*inputs)
-    if not y.requires_grad:
-        return [y]
-    weights = torch.linspace(1, 2, y.numel()).double().reshape(y.shape)
-    found = torch.autograd.grad((y * weights).sum(), inputs, materialize_grads=True)
-    return [y.detach(), *found]
+    return outcome(mapped, (X, W))
 
 
 @pytest.mark.parametrize("name", CASES)

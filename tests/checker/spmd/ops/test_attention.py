@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import P, ShardTypeError, check_program, make_mesh, shard_map
-from tests.checker.support.outcomes import gradients_of
+from tests.checker.support.outcomes import outcome
 
 HEADS: Final = P("dp", "tp")
 MESH: Final = make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate="ranks")
@@ -95,7 +95,7 @@ def test_attention_on_shards_is_that_of_one_device(name: str) -> None:
     mapped: Any = shard_map(
         attention, mesh=MESH, in_specs=specs, out_specs=specs[0], check="global"
     )
-    torch.testing.assert_close(gradients_of(mapped, operands), gradients_of(attention, operands))
+    torch.testing.assert_close(outcome(mapped, operands), outcome(attention, operands))
 
 
 WRONG: Final[dict[str, tuple[Attention, int, tuple[P, ...], tuple[int, ...], str]]] = {
