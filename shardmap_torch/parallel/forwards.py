@@ -286,7 +286,7 @@ class _Products(TorchFunctionMode):
         is_own = kind is not None and func is kind.function and by is self._weight
         if not is_own and (by is not self._transposed or by is None or func not in _PRODUCTS):
             result = func(*args, **(kwargs or {}))
-            if func in _TRANSPOSES and args[0] is self._weight:
+            if func in _TRANSPOSES and args and args[0] is self._weight:
                 self._transposed = result
             return result
         self.count += 1
