@@ -25,14 +25,6 @@ VARIABLE: Final = "SHARDMAP_DEBUG"
 
 NOTHING: Final = "", "0"
 
-_KEY: Final = os.environ.encodekey(VARIABLE)
-
-
-def asked() -> str | None:
-    """Returns the variable's value, sooner than `os.environ.get` finds that there is none."""
-    return os.environ[VARIABLE] if _KEY in os.environ._data else None  # type: ignore[attr-defined]
-
-
 _WHAT: Final = "the gradient of a result"
 
 _REPAIR: Final = (
@@ -43,7 +35,7 @@ _REPAIR: Final = (
 
 def compare_cotangent(mesh: Mesh, grad: Tensor) -> None:
     """Has the next comparison of processes compare the cotangent of a plain result."""
-    control, setting, grad = current(), asked(), base_of(grad)
+    control, setting, grad = current(), os.environ.get(VARIABLE), base_of(grad)
     if control is None or setting in NOTHING or mesh.kind not in PROCESS_KINDS or mesh.processes:
         return
     if has_bits(grad):
