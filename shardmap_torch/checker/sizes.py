@@ -80,10 +80,7 @@ def layout_of(key: Sequence[Any], call: Call) -> Hashable:
 
 
 def values_of(call: Call, captured: CapturedState) -> Mapping[Hashable, tuple[str, Any]]:
-    """Returns names and values of all on which a verdict depends, by keys that stay the same.
-
-    Those are sizes, by their slots, arguments that are no tensors, and what the code refers to.
-    """
+    """Returns names and values of sizes, by slots, and of static and captured data, by places."""
     sizes = zip(slots_of(call), numbers_of(call), strict=True)
     found: dict[Hashable, tuple[str, Any]] = {s: (s.name, n) for s, n in sizes if s.dim is not None}
     for position in call.match.static:

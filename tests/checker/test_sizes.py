@@ -335,6 +335,7 @@ def test_sizes_of_one_are_programs_of_their_own() -> None:
     torch.testing.assert_close(f(randn(2, 3) * 0 + x, y), x + y)
 
 
+@pytest.mark.filterwarnings("ignore:.*checked again:UserWarning")
 def test_a_size_that_is_kept_stays_a_number() -> None:
     kept: dict[str, Any] = {}
 

@@ -133,7 +133,7 @@ def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) 
     node, reader = current_autograd_node(), sys._getframe(3)  # this, and two functions of the mode
     is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
     if is_compared and not is_of_library(reader):
-        raise _uncompared(interpreter, name_of_hook(func))
+        refuse_uncompared(interpreter, name_of_hook(func))
     return func(*args, **kwargs)
 
 
@@ -142,18 +142,21 @@ def refuse_saving_hooks(interpreter: "Interpreter") -> None:
 
     Autograd's own steps are not compared: they are the derivative of a forward that is.
     """
-    if is_observed(interpreter) and has_saving_hooks(of_users=True):
-        raise _uncompared(interpreter, "saved_tensors_hooks")
+    if has_saving_hooks(of_users=True):
+        refuse_uncompared(interpreter, "saved_tensors_hooks")
 
 
-def _uncompared(interpreter: "Interpreter", what: str) -> ShardTypeError:
-    return messages.error(
-        interpreter,
-        f"check='global': {what} is used, and the steps of hooks are not compared with one device.",
-        [],
-        "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
-        "in_types, out_types).",
-    )
+def refuse_uncompared(interpreter: "Interpreter", what: str) -> None:
+    """Refuses what may be another step on one device than those that are compared."""
+    if is_observed(interpreter):
+        raise messages.error(
+            interpreter,
+            f"check='global': {what} is used, and the steps of hooks are not compared with one "
+            "device.",
+            [],
+            "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
+            "in_types, out_types).",
+        )
 
 
 def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:

@@ -376,6 +376,8 @@ def _ask_for_gradients(
     """Answers, but has ranks run a body of which the user's code asks: vmap answers otherwise."""
     if is_user(_asker(func)):
         interpreter.needs_ranks("a question for requires_grad")
+        if interpreter.switches is not None:  # a checkpoint gets another answer the second time
+            custom_functions.refuse_uncompared(interpreter, "requires_grad in a checkpoint")
     return func(*args, **kwargs)
 
 
