@@ -9,7 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import I, P, R, all_reduce, axis_index, convert, make_mesh, shard_map, trace
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShapeDtype,
+    all_reduce,
+    axis_index,
+    check_program,
+    convert,
+    make_mesh,
+    shard_map,
+    trace,
+)
 from shardmap_torch.checker.spmd import operations
 from shardmap_torch.checker.spmd.ops.aten_rules import propagate
 from shardmap_torch.checker.spmd.repeated import Repeated
@@ -127,3 +139,12 @@ def test_only_one_of_equal_layers_is_compared_anew() -> None:
         text(layers)
     assert compared.count(torch.ops.aten.relu.default) == 1
     assert compared.count(torch.ops.aten.mm.default) == 2
+
+
+def test_a_multiple_of_a_value_is_not_taken_for_the_value() -> None:
+    def body(x: Tensor) -> Tensor:
+        return (x * 4).exp() + (x * x.shape[0]).exp()  # of 4 rows on a rank, and 8 on one device
+
+    mapped = shard_map(body, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check="global")
+    with pytest.raises(ShardTypeError, match="exp is not what it is on one device: it is 1/2"):
+        check_program(mapped, ShapeDtype((8, 4), torch.float64))
