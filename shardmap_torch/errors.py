@@ -169,8 +169,9 @@ def _folded(problems: Sequence[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for problem in problems:
         groups.setdefault(problem.partition(": ")[2] or problem, []).append(problem)
-    lines: list[str] = []
+    folded: dict[str, str] = {}
     for what, alike in groups.items():
         leaves = ", ".join(problem.partition(": ")[0] for problem in alike[:3])
-        lines += [f"{leaves} and {len(alike) - 3} more: {what}"] if alike[3:] else alike
-    return lines
+        line = f"{leaves} and {len(alike) - 3} more: {what}"
+        folded |= dict.fromkeys(alike, line) if alike[3:] else {}
+    return [*dict.fromkeys(folded.get(problem, problem) for problem in problems)]

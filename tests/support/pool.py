@@ -51,10 +51,7 @@ GRACE = 3.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    [
-        *("torch.distributed.tensor", "torch._dynamo", "shardmap_torch", "hypothesis", "pytest"),
-        "transformers.models.llama.modeling_llama",  # which takes each worker two seconds
-    ]
+    ["torch.distributed.tensor", "torch._dynamo", "shardmap_torch", "hypothesis", "pytest"]
 )
 
 

@@ -179,10 +179,10 @@ class Relation(Observer):
             if live:
                 refs = self._take(f"{VALUE} {name}").arguments["tensors"]
                 for tensor, ref in zip(tensors, refs, strict=True):
-                    sums = self._notes.sums(tensor)
-                    if sums.partial or not sums.loose <= sums.over(suffices):
+                    sums, shard = self._notes.sums(tensor), self._notes.find(tensor, ref, "it")
+                    is_open = bool(sums.partial or shard.axes or sums.scale != 1)
+                    if is_open or not sums.loose or sums.loose - sums.over(suffices):
                         self._notes.require(tensor, ref, P())
-                    self._notes.find(tensor, ref, "it")
 
     def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Requires that the arguments of per-rank code are sharded as it declares."""

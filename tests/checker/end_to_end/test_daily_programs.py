@@ -114,12 +114,6 @@ def merged_parts(x: Any, w: Any) -> Any:
     return add_tp(scores.softmax(-1) @ w.flatten(0, 1) * share)
 
 
-def validated(x: Any) -> Any:
-    # torch.compile, in another test, switches validation off for the process
-    distribution = torch.distributions.Categorical(logits=x, validate_args=True)
-    return mean(distribution.entropy().mean())
-
-
 def counted(x: Any) -> Any:
     return total(torch.bincount(x.argmax(-1), minlength=6))
 
@@ -162,7 +156,6 @@ REFUSED: Final[dict[str, tuple[Any, tuple[Any, Any], P, str]]] = {
         "the condition of clamp is never false for random inputs",
     ),
     "rows of experts": (rows_of_experts, ((X, W), (DP, N)), DP, "nonzero over axis 'dp' of V"),
-    "validated": (validated, ROWS, N, "_is_all_true is not what it is|taking a Python value"),
     "counted": (counted, ROWS, N, "bincount over axis 'dp' of V"),
     "spectrogram": (spectrogram, ROWS, DP, "as_strided is not what it is on one device"),
     "weighted mean": (weighted_mean, ROWS, N, "is not what it is on one device"),

@@ -565,6 +565,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def distribution(x: Tensor) -> Tensor:
+    # torch.compile, in another test, switches validation off for the process
     made: Any = torch.distributions.Normal(x, x.exp(), validate_args=True)
     logs: Tensor = made.log_prob(x * 0)
     return logs
@@ -635,3 +636,13 @@ def test_a_check_of_values_raises_on_the_rank_that_fails_it_in_each_call(body: A
         mapped(right)
         with pytest.raises((ValueError, AssertionError), match=r"below|not finite"):
             mapped(wrong)
+
+
+def test_a_python_value_is_no_multiple_of_that_on_one_device() -> None:
+    def body(x: Tensor) -> Tensor:
+        total = all_reduce(x.detach().sum(), "tp", dst=I) * x.shape[0]
+        return x * 2 if total.item() > 3 else x
+
+    mapped = shard_map(body, mesh=RANKS, in_specs=P("tp"), out_specs=P("tp"), check="global")
+    with pytest.raises(ShardTypeError, match=r"a Python value by item .* it is 1/\d times"):
+        check_program(mapped, X)
