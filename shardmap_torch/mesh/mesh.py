@@ -343,8 +343,11 @@ class Mesh(Grid):
         self._state.own.clear()
         self._state.epoch, self._state.remade = control.epoch, True
         # DTensors on the mesh use the same groups, and torch.compile finds them by their names.
-        make = lambda: [self.group((axis,)) for axis in self.axis_names]  # noqa: E731
-        groups = within(control.timeout, "recover()", make)
+        groups = within(
+            control.timeout,
+            "recover()",
+            lambda: [self.group((axis,)) for axis in self.axis_names],
+        )
         if hasattr(self.device_mesh, "_dim_group_names"):
             self.device_mesh._dim_group_names = names = [each.group_name for each in groups]
             self.device_mesh._get_root_mesh()._pg_registry.update(zip(names, groups, strict=True))
