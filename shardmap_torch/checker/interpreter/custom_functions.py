@@ -151,8 +151,7 @@ def refuse_uncompared(interpreter: "Interpreter", what: str) -> None:
     if is_observed(interpreter):
         raise messages.error(
             interpreter,
-            f"check='global': {what} is used, and the steps of hooks are not compared with one "
-            "device.",
+            f"check='global': {what} is used, and what it changes is not compared with one device.",
             [],
             "write the step as a shardmap_torch.Function, or wrap the code in local_region(f, "
             "in_types, out_types).",
