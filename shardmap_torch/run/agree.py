@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
@@ -18,8 +19,9 @@ from shardmap_torch.checker.guards.monitor import Difference
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.control.control import Values
-from shardmap_torch.control.start import call_number, current
+from shardmap_torch.control.control import Control, Values
+from shardmap_torch.control.groups import shortest_timeout
+from shardmap_torch.control.start import call_number, current, start
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
@@ -158,8 +160,8 @@ def compared(
         CommunicationError: another process is gone, or did not come in time.
     """
     is_local = mesh is not None and mesh.kind not in PROCESS_KINDS
-    alone = current() is None or current_scope() is not None or torch.compiler.is_compiling()
-    if is_local or alone:
+    is_inside = current_scope() is not None or torch.compiler.is_compiling()
+    if is_local or is_inside or _control_of(mesh) is None:
         return run(read())
 
     def compare_and_run() -> Y:
@@ -172,6 +174,14 @@ def compared(
         return run(arguments)
 
     return posting_errors(name, compare_and_run)
+
+
+def _control_of(mesh: Mesh | None) -> Control | None:
+    """Returns the control; that of all processes is started where no mesh of theirs did so."""
+    if mesh is None and current() is None and dist.is_available() and dist.is_initialized():
+        assert dist.group.WORLD is not None  # it has been initialized
+        return start(shortest_timeout([dist.group.WORLD]) or dist.default_pg_timeout)
+    return current()
 
 
 def posting_errors(name: str, run: Callable[[], Y], mesh: Mesh | None = None) -> Y:

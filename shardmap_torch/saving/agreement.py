@@ -1,9 +1,8 @@
-"""Ranks that save or load a checkpoint compare what they were called with, before they begin."""
+"""What ranks that save or load a checkpoint compare before they begin, and their errors."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
-from shardmap_torch.placing import compared
 
 T = TypeVar("T")
 
@@ -21,60 +19,6 @@ T = TypeVar("T")
 def is_alone() -> bool:
     """Returns whether there are no other processes."""
     return not (dist.is_available() and dist.is_initialized())
-
-
-def require_same(caller: str, prepare: Callable[[], tuple[T, list[str]]]) -> T:
-    """Prepares a call on each rank, and requires that all ranks make the same one.
-
-    Args:
-        caller: the name of the public function.
-        prepare: reads the arguments; returns what it makes of them, and lines that describe them.
-
-    Raises:
-        CheckpointError: the arguments of a rank are refused, or differ from those of rank 0; on all
-            ranks, with the ranks.
-        CollectiveMismatchError: a rank of a mesh calls something else.
-    """
-    refusal: Exception | None = None
-    prepared: T | None = None
-    lines: list[str] = []
-    try:
-        prepared, lines = prepare()
-    except CheckpointError as error:
-        refusal = error
-    if not is_alone():
-        # gloo would wait for a rank that does something else.
-        compared(caller, None, tuple, lambda _: (), lambda _: None)
-        calls: list[Any] = [None] * dist.get_world_size()
-        with naming_ranks("A checkpoint failed"):
-            dist.all_gather_object(calls, (caller, refusal and str(refusal), lines))
-        refusal = _difference(caller, calls)
-    if refusal is not None:
-        raise refusal
-    result: Any = prepared
-    return result  # type: ignore[no-any-return]  # what `prepare` made
-
-
-def _difference(caller: str, calls: list[tuple[str, str | None, list[str]]]) -> Exception | None:
-    for rank, (called, _, _) in enumerate(calls):
-        if called != calls[0][0]:
-            return CheckpointError(
-                f"{called} was called on rank {rank}, and {calls[0][0]} on rank 0. Call save, load "
-                "and latest on all ranks, in one order, and not under `if mesh.rank == 0`."
-            )
-    refused = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(calls) if why]
-    if len({why for _, why, _ in calls}) == 1 and refused:
-        return CheckpointError(f"{caller} was refused on all ranks: {calls[0][1]}")
-    if refused:
-        return CheckpointError(listing(f"{caller} was refused:", refused))
-    for rank, (_, _, lines) in enumerate(calls):
-        for one, other in zip_longest(calls[0][2], lines, fillvalue="nothing more"):
-            if one != other:
-                return CheckpointError(
-                    f"{caller} was called with other arguments on rank {rank}: {other}, and on "
-                    f"rank 0: {one}."
-                )
-    return None
 
 
 def described(

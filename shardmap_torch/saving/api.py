@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, Partial
 
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
 from shardmap_torch.errors import CheckpointError, listing, show_shape
+from shardmap_torch.placing import compared
 from shardmap_torch.saving import folders, manifest
 from shardmap_torch.saving.agreement import (
     described,
     is_alone,
     naming_ranks,
     on_first_rank,
-    require_same,
 )
 from shardmap_torch.saving.manifest import Entry, Manifest, Value
 from shardmap_torch.saving.storage import RankFiles, RankFilesReader
@@ -51,7 +51,7 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
     Raises:
         CheckpointError: a leaf cannot be saved, the step has been saved already, or a rank could
             not write; on all ranks.
-        CollectiveMismatchError: a rank of a mesh calls something else.
+        CollectiveMismatchError: a rank calls something else, or with other arguments.
         CommunicationError: a rank is gone.
 
     Source: `torch.distributed.checkpoint.save`; `orbax.checkpoint.CheckpointManager.save`.
@@ -68,16 +68,17 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
         {'w': tensor([0., 1., 2.]), 'lr': 0.1}
     """
 
-    def prepare() -> tuple[_Prepared, list[str]]:
+    def read() -> _Arguments:
         if not (isinstance(step, int) and step >= 0):
             raise CheckpointError(f"step must be an integer of at least 0, not {step!r}.")
         if keep is not None and not (isinstance(keep, int) and keep >= 1):
             raise CheckpointError(f"keep must be None or an integer of at least 1, not {keep!r}.")
-        root, (tensors, values) = _root(folder), _by_type(tree)
-        lines = described(f"step {step}, keep {keep}", tensors, values, by_value=True)
-        return (root, tensors, values), lines
+        return _root(folder), *_by_type(tree)
 
-    root, tensors, values = require_same("save", prepare)
+    def describe(arguments: _Arguments) -> list[str]:
+        return described(f"step {step}, keep {keep}", *arguments[1:], by_value=True)
+
+    root, tensors, values = compared("save", None, read, describe, _itself)
     writer = folders.Writer(root)
     try:
         return _save(writer, root, tensors, values, step, keep)
@@ -127,27 +128,28 @@ def load(
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete or damaged, or its leaves are
             not those of `tree`; names every one.
-        CollectiveMismatchError: a rank of a mesh calls something else.
+        CollectiveMismatchError: a rank calls something else, or with other arguments.
         CommunicationError: a rank is gone.
 
     Source: `torch.distributed.checkpoint.load`; `orbax.checkpoint.CheckpointManager.restore`.
     """
 
-    def prepare() -> tuple[_Prepared, list[str]]:
-        root, (tensors, values) = _root(folder), _by_type(tree)
-        lines = described(f"step {step}, partial {partial}", tensors, values, by_value=False)
-        return (root, tensors, values), lines
+    def read() -> _Arguments:
+        return _root(folder), *_by_type(tree)
 
-    root, tensors, values = require_same("load", prepare)
+    def describe(arguments: _Arguments) -> list[str]:
+        return described(f"step {step}, partial {partial}", *arguments[1:], by_value=False)
+
+    root, tensors, values = compared("load", None, read, describe, _itself)
     chosen = on_first_rank(lambda: _choose(root, step))
     where = folders.folder_of(root, chosen)
 
-    def read() -> tuple[Manifest, list[str]]:
+    def find() -> Manifest:
         saved = manifest.read(where)
         _compare(where, saved, tensors, values, partial)
-        return saved, []
+        return saved
 
-    saved = require_same("load", read)  # a rank may see another file system
+    saved = compared("load", None, find, _nothing, _itself)  # a rank may see another file system
     new = {
         path: torch.empty_like(leaf, requires_grad=leaf.requires_grad)
         for path, leaf in tensors.items()
@@ -172,11 +174,20 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
         >>> latest(tempfile.mkdtemp()) is None
         True
     """
-    root = require_same("latest", lambda: (_root(folder), []))
+    root = compared("latest", None, lambda: _root(folder), _nothing, _itself)
     return on_first_rank(lambda: max(folders.complete_steps(root), default=None))
 
 
-_Prepared = tuple[Path, dict[str, Tensor], dict[str, Value]]
+_Arguments = tuple[Path, dict[str, Tensor], dict[str, Value]]
+
+
+def _itself(arguments: X) -> X:
+    return arguments
+
+
+def _nothing(arguments: object) -> tuple[str, ...]:
+    """Describes nothing: the arguments of a rank are refused, or are those of all."""
+    return ()
 
 
 def _root(folder: str | os.PathLike[str]) -> Path:
