@@ -2,10 +2,12 @@
 
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 from unittest import mock
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -45,6 +47,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if skips else None
 
 
+def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Returns the cases of tests marked `sample(n)` but for `n`.
+
+    These are told by a hash of their names, so that a new case takes the place of one at most.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            cases[item.path, item.name.partition("[")[0], *mark.args].append(item)
+    ranked = (
+        (number, sorted(found, key=lambda item: crc32(item.name.encode())))
+        for (_, _, number), found in cases.items()
+    )
+    return {item for number, found in ranked for item in found[number:]}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests that need several processes, or many runs, slow; skips what lacks a device.
 
@@ -54,10 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "faults": None if "SHARDMAP_FAULTS" in os.environ else "run by `make faults`",
     }
-    if not FUZZ:
-        full = [item for item in items if item.get_closest_marker("fuzz")]
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if not item.get_closest_marker("fuzz")]
+    if not FUZZ and not any("[" in name for name in config.args):  # no case is asked for by name
+        full = {item for item in items if item.get_closest_marker("fuzz")} | left_out(items)
+        config.hook.pytest_deselected(items=list(full))
+        items[:] = [item for item in items if item not in full]
     for item in items:
         needs_processes = "gloo" in getattr(item, "fixturenames", ())
         if needs_processes or not SLOW.isdisjoint((item.path, *item.path.parents)):

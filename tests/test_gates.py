@@ -10,6 +10,7 @@ from typing import Final
 import pytest
 
 from shardmap_torch import errors
+from tests.support.fuzzing import sized
 from tests.support.golden import read
 
 REPO = Path(__file__).parent.parent
@@ -142,3 +143,11 @@ def test_recorded_texts_are_those_of_tests_that_exist() -> None:
 
 def test_the_readme_has_at_most_200_lines() -> None:
     assert len((REPO / "README.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(9))
+def test_a_marked_table_is_sampled(number: int, request: pytest.FixtureRequest) -> None:
+    table = test_a_marked_table_is_sampled.__name__
+    found = [item.name for item in request.session.items if item.name.startswith(table)]
+    assert len(found) <= sized(2, 9)

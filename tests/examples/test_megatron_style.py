@@ -96,6 +96,7 @@ def equal_one_device(name: str, check: Any, mesh: Mesh) -> None:
     same(*found)
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("check", [True, "global"])
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -259,6 +260,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+@pytest.mark.sample(18)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(MUTANTS)))
 def test_a_mutant_is_refused(number: int, copied: Path) -> None:

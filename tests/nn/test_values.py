@@ -55,11 +55,15 @@ def marks_of(module: str, way: str) -> tuple[pytest.MarkDecorator, ...]:
 
 def simulated() -> Iterator[Any]:
     for module in MODULES:
-        for name, case in cases_of(module).items():
-            for way in STRATEGIES.get(module, ("vmap", "ranks")):
+        ways = STRATEGIES.get(module, ("vmap", "ranks"))
+        for number, (name, case) in enumerate(cases_of(module).items()):
+            for way in ways:
                 if not name.startswith("overlapped"):  # which processes alone do
                     label = f"{module.removeprefix('test_')}: {name}, {way}"
-                    yield pytest.param(case, way, id=label, marks=marks_of(module, way))
+                    # `make test` runs each case in one way, in turn.
+                    is_turn = way == ways[number % len(ways)]
+                    marks = marks_of(module, way) if is_turn else (pytest.mark.fuzz,)
+                    yield pytest.param(case, way, id=label, marks=marks)
 
 
 @pytest.mark.parametrize(("case", "simulate"), list(simulated()))

@@ -16,6 +16,7 @@ from torch.nn import functional
 from shardmap_torch import I, P, ShardTypeError, all_reduce, axis_index, shard_map
 from tests.checker.support.one_device import ONE, RANKS, assert_is_refused, numbers
 from tests.checker.support.outcomes import outcome
+from tests.support.fuzzing import sampled
 
 # torch's own forward mode scripts some decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -225,7 +226,7 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("check", [True, "global"])
+@pytest.mark.parametrize("check", sampled([True, "global"], "global"))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_a_user_is_accepted_and_right(name: str, check: Any) -> None:
     body, args, in_specs, out_specs = PROGRAMS[name]

@@ -62,6 +62,7 @@ def test_right_programs_pass_without_a_region_and_equal_one_device(case: Case) -
     same(computed(case.mapped(), arguments), computed(case.one_device(), arguments))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("case", "wrong"), WRONG, ids=named)
 def test_wrong_programs_that_are_well_typed_are_refused(case: Case, wrong: Mutant) -> None:
     with pytest.raises(ShardTypeError, match="ried with numbers over"):  # being well-typed
@@ -77,6 +78,7 @@ def on_each_mesh(mesh: Mesh) -> None:
                 case.on(mesh, case.wrong[-1])(*arguments)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_processes_run_them_and_agree_on_the_verdict(case: Case, gloo: Gloo) -> None:
@@ -346,6 +348,7 @@ def test_documents_that_ids_tell_apart_are_tried() -> None:
         check_program(mapped(partial(attention, sends=False), **specs), X, W, LABELS)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "change",
     [

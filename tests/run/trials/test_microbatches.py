@@ -229,11 +229,13 @@ def on(step: Step, ranks: int, check: str | bool) -> Tensor:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("step", [*RIGHT, *STACKED, *RIGHT_STACKED, gradient_of_two])
 def test_a_loop_over_microbatches_gives_what_one_device_gives(step: Step) -> None:
     torch.testing.assert_close(on(step, 2, "global"), on(step, 1, True))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("step", [*WRONG, *WRONG_STACKED])
 def test_a_loop_that_depends_on_how_rows_are_divided_is_refused(step: Step) -> None:
     with pytest.raises(ShardTypeError):
@@ -257,6 +259,7 @@ CUT: Final[Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("where", CUT)
 def test_a_gradient_that_ends_in_one_microbatch_only_is_refused(where: str) -> None:
     mesh = make_mesh((2,), ("dp",), kind="abstract")
