@@ -158,7 +158,6 @@ def test_a_compiled_function_has_the_values_and_gradients_of_the_eager_one(
                 assert "_c10d_functional.wait_tensor" in code
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("body", sized([passed_on], [mlp, sequence_parallel_mlp, passed_on, told]))
 def test_inductor_has_the_values_and_gradients_of_the_eager_function(

@@ -195,7 +195,6 @@ def printed_on_processes() -> tuple[str, Tensor]:
     return out.getvalue(), w.grad
 
 
-@pytest.mark.slow
 def test_rank_0_of_processes_prints_for_all(gloo: Gloo) -> None:
     (text, grad), *others = gloo(4).run(printed_on_processes)
     assert [other for other, _ in others] == [""] * 3

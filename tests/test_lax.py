@@ -85,7 +85,6 @@ def golden_on_rank() -> None:
             check_golden(mesh, case, check)
 
 
-@pytest.mark.slow
 def test_value_and_gradient_are_those_of_jax_on_processes(gloo: Gloo) -> None:
     gloo(NUM_RANKS).run(golden_on_rank, timeout=120)
 

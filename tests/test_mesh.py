@@ -199,7 +199,6 @@ def of_processes() -> None:
     assert str(renamed.value) == "axis_names ('dp',) differ from the DeviceMesh's ('tp',)."
 
 
-@pytest.mark.slow
 def test_a_mesh_of_processes(gloo: Gloo) -> None:
     gloo(2).run(of_processes)
 

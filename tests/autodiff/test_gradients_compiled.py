@@ -206,7 +206,6 @@ def trained(in_place: bool) -> float:
 
 
 @pytest.mark.fuzz
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_inductor_trains_with_adamw_as_eager_code_does(gloo: Gloo, in_place: bool) -> None:

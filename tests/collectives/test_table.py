@@ -71,7 +71,6 @@ def test_row_and_its_transpose_on_a_simulated_mesh(
         check(row, make_mesh(shape, names, kind="simulated", simulate=strategy), axes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "names", "axes"),
     [

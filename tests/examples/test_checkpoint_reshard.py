@@ -16,8 +16,6 @@ from tests.support.pool import Gloo
 AXES = ("dp", "tp")
 STEPS = 2
 
-pytestmark = pytest.mark.slow
-
 
 def train_and_save(sizes: tuple[int, int], folder: Path) -> State:
     """Returns the whole state as it was saved."""

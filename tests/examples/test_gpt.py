@@ -248,7 +248,6 @@ def test_training_on_processes_has_the_losses_of_one_device(
         assert losses == pytest.approx(trained_on_one_device(), rel=EXACT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", sampled(["vmap", "ranks"], "ranks"))
 def test_overlap_on_a_simulated_mesh_leaves_the_losses_as_they_are(strategy: Any) -> None:
     mesh = make_mesh((2, 4), AXES, simulate=strategy)
@@ -275,7 +274,6 @@ def train_overlapped(sizes: tuple[int, int]) -> tuple[list[float], list[float], 
     return losses, train(mesh), [f"{plan.op}: {bool(plan.choice)}" for plan in ran]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", sampled([(1, 2), (1, 4), (2, 2)], (1, 2)))
 def test_layers_that_overlap_have_the_losses_of_layers_that_do_not(
     gloo: Gloo, sizes: tuple[int, int]
@@ -420,7 +418,6 @@ def test_training_with_sharded_parameters_or_moments_or_layers_has_the_losses_of
     assert train_by(parallel) == pytest.approx(trained_on_one_device(), rel=EXACT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("parallel", sampled(TRAINED, "fsdp+tp+sp", "pp+tp"))
 def test_training_by_every_choice_on_processes_has_the_losses_of_one_device(
     parallel: str, gloo: Gloo

@@ -84,7 +84,6 @@ def test_losses_and_gradients_on_simulated_ranks_are_those_of_one_device(
         torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.slow
 def test_losses_and_gradients_on_four_processes_are_those_of_one_device(gloo: Gloo) -> None:
     expected = on_one_device()
     for actual in gloo(4).run(on_mesh, (2, 2), timeout=120):

@@ -1,12 +1,8 @@
 """The Llama of transformers trains and generates as on one device."""
 
-import pytest
-
 from examples.hf_llama import run
 from shardmap_torch import make_mesh
 from tests.support.pool import Gloo
-
-pytestmark = pytest.mark.slow
 
 
 def agree() -> None:

@@ -124,10 +124,7 @@ CONFIGS: Final = [Config(16, 8, 2, 1, 4, sequence) for sequence in (False, True)
 
 @pytest.mark.parametrize(
     ("kind", "check"),
-    [
-        ("ranks", True),
-        *(pytest.param(k, "global", marks=pytest.mark.slow) for k in ("ranks", "gloo")),
-    ],
+    [("ranks", True), ("ranks", "global"), ("gloo", "global")],
 )
 @pytest.mark.parametrize("config", CONFIGS, ids=["tensor", "sequence"])
 def test_the_model_is_that_of_one_device(config: Config, kind: Any, check: Any, gloo: Gloo) -> None:
@@ -261,7 +258,6 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.sample(18)
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(MUTANTS)))
 def test_a_mutant_is_refused(number: int, copied: Path) -> None:
     file, old, new, at = MUTANTS[number]

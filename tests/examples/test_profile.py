@@ -18,7 +18,6 @@ from tests.support.pool import Gloo
 SMALL = "--width 16 --layers 1 --length 16 --batch 4 --steps 1".split()
 
 
-@pytest.mark.slow
 def test_every_choice_has_the_loss_and_the_norm_of_one_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,7 +141,6 @@ def test_the_script_under_torchrun_has_the_losses_of_a_simulated_mesh(
     assert json.loads((tmp_path / "losses.json").read_text()) == pytest.approx(simulated, rel=EXACT)
 
 
-@pytest.mark.slow
 def test_the_demo_learns_more_than_how_often_bytes_occur(tmp_path: Path) -> None:
     flags = sized("--steps 30 --layers 1 --batch 8", "--steps 60")
     losses = run_main(f"{flags} --sample 1 --check 0".split(), tmp_path)

@@ -89,7 +89,6 @@ def is_right(name: str, odd: bool, told: Told) -> bool:
     return known and seconds < DEADLINE + 5
 
 
-@pytest.mark.slow
 def test_ten_divergences_are_errors_on_every_rank_of_a_grid() -> None:
     check(GRID, QUICK, odd=1, seconds=200)
 

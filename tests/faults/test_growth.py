@@ -26,7 +26,6 @@ def simulated(rank: int) -> dict[str, list[Sample]]:
     return {"calls": growth.calls(mesh, 60, samples=2)}
 
 
-@pytest.mark.slow
 def test_calls_on_a_simulated_mesh_leave_no_objects() -> None:
     found = measured(simulated, ranks=1, seconds=300)
     require_flat(found["calls"], objects=0.1, mebibytes=20)
@@ -76,7 +75,6 @@ def measured(function: Any, *args: Any, ranks: int = 2, seconds: float) -> dict[
     return found
 
 
-@pytest.mark.slow
 def test_calls_and_meshes_of_processes_leave_nothing_closed_or_not() -> None:
     found = measured(some, seconds=300)
     require_flat(found["calls"], objects=0.1, mebibytes=20)

@@ -56,23 +56,16 @@ CASES = {
     "features": Case((3,), 4, -1, 2),
     "features, batch first": Case((2, 3), 3, 2, 3),
 }
-SMALL = (1, 2, 3, 4)
-
-
-def marks_of(ranks: int) -> tuple[pytest.MarkDecorator, ...]:
-    if ranks == 16:
-        return (pytest.mark.slow,)
-    return () if ranks in (*SMALL, 7) else (pytest.mark.fuzz,)
 
 
 def cases(exhaustive: tuple[str, ...]) -> pytest.MarkDecorator:
-    """All cases on few ranks, the named ones on 1 to 16, some of them in `make fuzz` only."""
+    """All cases on few ranks, the named ones on 1 to 16."""
     return pytest.mark.parametrize(
         ("case", "num_ranks"),
         [
-            pytest.param(case, ranks, id=f"{name}, {ranks} ranks", marks=marks_of(ranks))
+            pytest.param(case, ranks, id=f"{name}, {ranks} ranks")
             for name, case in CASES.items()
-            for ranks in (range(1, 17) if name in exhaustive else SMALL)
+            for ranks in range(1, 17 if name in exhaustive else 5)
         ],
     )
 
@@ -106,6 +99,7 @@ def assert_all_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> No
         assert torch.equal(ours, truth)
 
 
+@pytest.mark.sample(20)
 @every_case
 def test_gather_matmul_equals_the_matmul_of_the_whole(case: Case, num_ranks: int) -> None:
     x = integers(*case.whole(num_ranks))
@@ -121,6 +115,7 @@ def test_gather_matmul_equals_the_matmul_of_the_whole(case: Case, num_ranks: int
         assert_all_equal([first, second], [x @ ws[0] + bias, x @ ws[1]])
 
 
+@pytest.mark.sample(20)
 @every_case
 def test_matmul_scatter_equals_the_block_of_the_sum(case: Case, num_ranks: int) -> None:
     *rows, columns = case.whole(num_ranks)
@@ -153,6 +148,7 @@ def test_matmul_all_reduce_equals_the_sum_on_every_rank(num_ranks: int, num_part
     assert_all_equal(actual, [expected] * num_ranks)
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("again", [False, True])
 @every_case_backward
 def test_gather_backward_equals_autograd_of_the_whole(
@@ -200,6 +196,7 @@ def test_gather_backward_equals_autograd_of_the_whole(
             assert torch.equal(dw, w.grad)
 
 
+@pytest.mark.sample(16)
 @every_case_backward
 def test_scatter_backward_equals_autograd_of_the_whole(case: Case, num_ranks: int) -> None:
     *rows, columns = case.whole(num_ranks)

@@ -136,6 +136,7 @@ def run(name: str, transport: str, num_ranks: int, parts: int = 2, **options: An
     return watch(num_ranks, transport, partial(started, name, parts), **options)
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("num_ranks", sampled(range(1, 17), 2, 5))
 @every_transport
 @every_kernel
@@ -150,6 +151,7 @@ def test_no_kernel_races_and_results_are_those_without_streams(
             assert torch.equal(ours, truth)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("num_ranks", sampled([2, 3, 5, 8], 3, 5))
 @every_kernel
 def test_nccl_runs_one_sequence_of_permutations_on_all_ranks(name: str, num_ranks: int) -> None:
@@ -218,11 +220,9 @@ def test_without_any_single_record_wait_or_keep_some_kernel_is_refused(transport
     assert {place for place in places if not is_missed(place, transport)} == set()
 
 
+@pytest.mark.sample(8)
 @every_transport
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if "/" in name else pytest.mark.slow) for name in KERNELS],
-)
+@every_kernel
 def test_a_kernel_that_ends_in_an_error_frees_nothing_still_in_use(
     name: str, transport: str
 ) -> None:
@@ -234,6 +234,7 @@ def test_a_kernel_that_ends_in_an_error_frees_nothing_still_in_use(
             run(name, transport, 3, stop_after=stop_after)
 
 
+@pytest.mark.sample(8)
 @every_transport
 @every_kernel
 def test_a_finished_kernel_holds_no_memory(name: str, transport: str) -> None:

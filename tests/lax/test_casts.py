@@ -144,7 +144,6 @@ def compiled() -> None:
 
 
 @pytest.mark.filterwarnings(COMPILING)
-@pytest.mark.slow
 @pytest.mark.skipif(not FUZZ, reason="compiles in two processes")
 def test_a_compiled_call_casts_what_was_checked(gloo: Gloo) -> None:
     gloo(2).run(compiled, timeout=120)

@@ -128,6 +128,5 @@ def on_process() -> None:
             check_program(name, True, None)
 
 
-@pytest.mark.slow
 def test_programs_of_jax_have_their_values_and_gradients_on_processes(gloo: Gloo) -> None:
     gloo(4).run(on_process, timeout=240)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -128,11 +127,9 @@ def close(actual: Tensor, expected: Tensor, name: str) -> None:
     )
 
 
-@pytest.mark.slow
 def test_collectives_are_right_along_every_sharded_dim(gloo: Gloo) -> None:
     run_on("gloo", are_right, gloo, SHAPE, AXES)
 
 
-@pytest.mark.slow
 def test_a_movement_about_whose_dims_nothing_is_said_is_right(gloo: Gloo) -> None:
     run_on("gloo", are_right_without_their_dims, gloo, SHAPE, AXES)

@@ -138,12 +138,10 @@ def have_the_gradients_of_global_values(mesh: Mesh) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=note)
 
 
-@pytest.mark.slow
 def test_functions_without_a_right_rule_have_right_gradients(gloo: Gloo) -> None:
     run_on("gloo", have_the_gradients_of_global_values, gloo, SHAPE, AXES)
 
 
-@pytest.mark.slow
 def test_what_propagation_cannot_do_is_done_on_global_values(gloo: Gloo) -> None:
     run_on("gloo", are_global, gloo, SHAPE, AXES)
 
@@ -258,6 +256,5 @@ def _without_lines(text: str) -> str:
     return re.sub(r"test_modes\.py:\d+:", "SITE", text)
 
 
-@pytest.mark.slow
 def test_writes_that_would_reach_a_copy_are_refused_with_their_line(gloo: Gloo) -> None:
     run_on("gloo", are_refused, gloo, SHAPE, AXES)

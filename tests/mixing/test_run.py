@@ -314,7 +314,6 @@ def gradients(f: Both, values: list[Tensor]) -> list[Tensor]:
     return [full(each) for each in found]  # type: ignore[misc]
 
 
-@pytest.mark.slow
 def test_other_bodies_compute_what_they_do_on_global_values(gloo: Gloo) -> None:
     run_on("gloo", are_as_on_global_values, gloo, SHAPE, AXES)
 
@@ -342,7 +341,6 @@ def places(mesh: Mesh) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_what_cannot_stay_sharded_is_gathered_and_reported(gloo: Gloo) -> None:
     run_on("gloo", places, gloo, SHAPE, AXES)
 

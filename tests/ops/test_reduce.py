@@ -100,7 +100,6 @@ def extrema(mesh: Mesh) -> None:
         extremum_and_gradient(mesh, rows, op)
 
 
-@pytest.mark.slow
 def test_extrema_on_processes(gloo: Gloo) -> None:
     run_on("gloo", extrema, gloo)
 

@@ -220,7 +220,6 @@ def nothing_is_shared(mesh: Mesh) -> None:
     assert full(device_put(given["w"], mesh, partial_spec, as_dtensor=True)).sum() == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [outside, in_place, steps, torch_itself, nothing_is_shared])
 def test_trees_of_dtensors_and_plain_tensors_need_no_specs(
     scenario: Callable[[Mesh], None], gloo: Gloo

@@ -30,8 +30,6 @@ from tests.programs.support.harness import global_value, random, worker_mesh
 from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
-pytestmark = pytest.mark.slow
-
 Step = tuple[Tensor, Tensor, dict[str, Tensor]]
 """The loss of a step, the norm of its gradients, and these."""
 

@@ -56,7 +56,6 @@ def weighted(out: Tensor) -> Tensor:
     return (out * torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma", "gpt2", "t5"])
 def test_tied_packed_and_repeated_parameters_of_transformers(name: str) -> None:
     one = make_model(name, num_layers=1 if name == "t5" else 2).double()
@@ -149,7 +148,6 @@ def test_each_layer_is_gathered_while_the_one_before_computes(gloo: Gloo) -> Non
         assert begun == [1, 2, 1, 0]
 
 
-@pytest.mark.slow
 def test_generation_on_simulated_ranks_of_shards() -> None:
     one = make_model("llama", num_layers=1).eval()
     ours = parallelize(copy.deepcopy(one), grid(2, 2), fsdp="dp")
@@ -204,12 +202,10 @@ def rows_of_processes() -> None:
         of_rows("t5", mesh, slice(at, at + 2), fsdp="dp")
 
 
-@pytest.mark.slow
 def test_losses_of_rows_of_processes_are_those_of_the_batch(gloo: Gloo) -> None:
     gloo(4).run(rows_of_processes, timeout=120)
 
 
-@pytest.mark.slow
 def test_a_search_for_packed_sequences_takes_rows() -> None:
     one = make_model("llama", num_layers=1).double()
     ours = parallelize(copy.deepcopy(one), grid(2, 2), dp="dp")

@@ -61,7 +61,6 @@ def test_steps_on_simulated_ranks_are_those_of_one_device(name: str) -> None:
     trains_alike(name, SIMULATED, **EXPERTS if name == "mixtral" else {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_those_of_one_device_too(name: str) -> None:
     one = make_model(name).double()

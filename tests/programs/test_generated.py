@@ -23,7 +23,6 @@ def test_a_generated_program_equals_one_device(program: Program, kind: Any) -> N
     assert_same(simulated(program, num_ranks, kind), one_device(program))
 
 
-@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs(2))
 def test_a_generated_program_on_two_processes_equals_one_device(
@@ -32,7 +31,6 @@ def test_a_generated_program_on_two_processes_equals_one_device(
     check_processes(program, gloo)
 
 
-@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs(4))
 def test_a_generated_program_on_four_processes_equals_one_device(

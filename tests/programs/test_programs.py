@@ -33,7 +33,6 @@ def test_program_on_a_simulated_mesh_equals_one_device(
         assert_same(simulated(program, num_ranks, strategy), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("program", CASES)
 def test_program_on_processes_equals_one_device(program: Program, size: int, gloo: Gloo) -> None:

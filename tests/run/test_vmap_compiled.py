@@ -284,7 +284,6 @@ def on_processes() -> None:
     assert_compiles_once_a_size(worker_mesh((2,), ("dp",)), (4, 1), (6, 2), (4, 2))
 
 
-@pytest.mark.slow
 def test_such_a_step_compiles_once_a_size_on_processes(gloo: Gloo) -> None:
     gloo(2).run(on_processes, timeout=200)
 

@@ -63,7 +63,6 @@ def dying(at: str) -> Any:
         ("while an older one is deleted", 0, 4),
     ],
 )
-@pytest.mark.slow
 def test_a_rank_killed_in_a_save_loses_at_most_that_step(
     gloo: Gloo, tmp_path: Path, at: str, rank: int, resumed: int
 ) -> None:

@@ -194,7 +194,6 @@ def check(seed: int, num_steps: int) -> tuple[int, int]:
     return len(choices), sum(len(choice.taken) == 2 for choice in choices)
 
 
-@pytest.mark.slow
 def test_accepted_branches_are_right_on_ranks() -> None:
     found = [check(seed, 4) for seed in range(3)]
     assert sum(num for num, _ in found) >= 4

@@ -52,14 +52,12 @@ def examples(count: int, many: int) -> Callable[[X], X]:
     return chosen
 
 
-@pytest.mark.slow
 @examples(10, 1_300)
 @given(drawn=programs(10))
 def test_an_accepted_program_is_right(drawn: tuple[Program, Any]) -> None:
     assert wrongs_of(*drawn) == []
 
 
-@pytest.mark.slow
 @examples(5, 500)
 @given(drawn=programs(), seed=SEEDS)
 def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: int) -> None:
@@ -74,7 +72,6 @@ def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: i
         assert judged(wrong, shape)[0] is None, wrong
 
 
-@pytest.mark.slow
 @examples(5, 500)
 @given(drawn=programs(6), seed=SEEDS)
 def test_no_mutant_of_an_accepted_program_computes_wrong_gradients(
@@ -107,7 +104,6 @@ def whole_with_gradient(y: Any) -> torch.Tensor:
     return y.full_tensor() if hasattr(y, "full_tensor") else y  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", sampled([(2,), (3,), (2, 2)], (2, 2)))
 @examples(3, 120)
 @given(seed=SEEDS)
@@ -126,7 +122,6 @@ def test_an_accepted_program_is_right_on_processes(
 # -------------------------------------------------------------------- what the fuzzing can see
 
 
-@pytest.mark.slow
 def test_the_generator_draws_every_collective_and_gradients_of_each_kind() -> None:
     """Refusing is no way out: most of the steps drawn find a type."""
     seen: Counter[str] = Counter()
@@ -181,7 +176,6 @@ PLANTED: Final[dict[str, Callable[[], Any]]] = {
 QUICKLY_SEEN: Final = ("sums of equal values", "P under any operation")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED if FUZZ else QUICKLY_SEEN)
 def test_the_fuzzing_sees_a_wrong_rule(name: str) -> None:
     with PLANTED[name]():

@@ -83,8 +83,6 @@ PROGRAMS: Final[dict[str, Program]] = {
 }
 """Specs of the arguments and of the results, and global arguments."""
 
-QUICK: Final = ("early_return", "vocabulary_lookup", "zero1")
-
 MUTANTS: Final = [
     ("ddp_step", "dist.all_reduce(g, group=G)\n", "pass\n"),
     ("ddp_step", "g /= dist.get_world_size(G)", "pass"),
@@ -189,9 +187,8 @@ def outcome(name: str, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tenso
     return [full(x) for x in flatten(mapped(*PROGRAMS[name][2]))[0]]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS]
-)
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_accepted_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome(name, ONE, monkeypatch)
     torch.testing.assert_close(outcome(name, RANKS, monkeypatch), expected)
@@ -211,7 +208,6 @@ def mutated(name: str, old: str, new: str, path: Path) -> ModuleType:
 
 
 @pytest.mark.sample(22)
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "old", "new"), MUTANTS)
 def test_a_mutant_is_refused_with_a_line(name: str, old: str, new: str, tmp_path: Path) -> None:
     module: Any = mutated(name, old, new, tmp_path / "mutant.py")

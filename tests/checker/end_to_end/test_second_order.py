@@ -18,8 +18,6 @@ from tests.programs.support.harness import global_value, worker_mesh
 from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
-pytestmark = pytest.mark.slow
-
 SIZES = [(2,), (2, 1)]
 
 

@@ -372,7 +372,6 @@ def sent_by_flag(x: Tensor) -> Tensor:
 SPECS = {False: P("a"), True: (P(), P(), P("a"))}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "late"), [("none", False), ("twice", False), ("twice", True)])
 def test_a_flag_of_one_process_is_an_error_on_every_process(
     way: str, late: bool, gloo: Gloo
@@ -388,7 +387,6 @@ def test_a_flag_of_one_process_is_an_error_on_every_process(
         assert "at test_monitor.py:" in told
 
 
-@pytest.mark.slow
 def test_a_process_does_not_wait_for_a_message_that_is_not_sent(gloo: Gloo) -> None:
     try:
         first, second = gloo(2).run(on_one_end)

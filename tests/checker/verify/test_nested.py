@@ -174,7 +174,6 @@ def all_right(mesh: Mesh) -> None:
         assert_right(body, mesh)
 
 
-@pytest.mark.slow
 def test_open_axes_of_an_inner_function_are_inferred_on_processes(gloo: Gloo) -> None:
     run_on("gloo", all_right, gloo, (2, 2), ("dp", "tp"))
 

@@ -64,7 +64,6 @@ def test_losses_on_simulated_ranks_are_those_of_one_device() -> None:
     assert expected[0] != expected[-1]
 
 
-@pytest.mark.slow
 def test_losses_on_processes_are_those_of_one_device(gloo: Gloo) -> None:
     for losses in gloo(4).run(losses_on, (2, 2), timeout=240):
         assert losses == pytest.approx(expected_losses(), rel=EXACT)

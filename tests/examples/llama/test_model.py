@@ -163,7 +163,6 @@ def installed() -> bool:
     return True
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not installed(), reason=f"needs the pretrained model: {INSTALL}")
 def test_smollm2_writes_50_tokens_as_the_unsharded_model(
     capsys: pytest.CaptureFixture[str],

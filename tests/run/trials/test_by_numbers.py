@@ -79,7 +79,6 @@ def on_each_mesh(mesh: Mesh) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_processes_run_them_and_agree_on_the_verdict(case: Case, gloo: Gloo) -> None:
     names = case.mesh[1]
