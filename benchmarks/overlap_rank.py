@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.overlap_variants import COMPUTE, OPERATIONS, Setting, Variant, exchange
 from benchmarks.quiet import Limits, Mark, joined, slowest, time_left
-from shardmap_torch.kernels import calibrate
+from shardmap_torch.kernels import endpoint
 from shardmap_torch.kernels.transport import GlooTransport, run
 
 Round: TypeAlias = dict[str, Any]
@@ -96,7 +96,7 @@ def main() -> None:
         setting = Setting(**options["setting"])
         kept, rejected = measure(transport, setting, Limits.of(options))
         speeds = slowest(link_and_matmul(transport, setting))
-        fabric = asdict(calibrate.measure(transport, torch.float32))
+        fabric = asdict(endpoint.measure(transport, torch.float32))
         result = {"rounds": kept, "rejected": rejected, "speeds": speeds, "fabric": fabric}
         if rank == 0:
             print(json.dumps(result))

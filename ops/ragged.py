@@ -14,8 +14,8 @@ from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.errors import CollectiveError, TransformError, show
 from shardmap_torch.ops.arguments import Axis, collective_in, read_axes, shown
+from shardmap_torch.ops.body import axis_index
 from shardmap_torch.ops.gather import all_gather
-from shardmap_torch.ops.index import axis_index
 from shardmap_torch.types import R, V
 
 _NAME = "ragged_all_to_all"

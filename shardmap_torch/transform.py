@@ -226,6 +226,8 @@ def shard_map(
         except Exception as error:  # frames of this package say nothing
             error.__traceback__ = users_part(error)
             raise
+        finally:
+            set_compiler(compiler)
 
     if not torch.compiler.is_dynamo_compiling():
         leave_uncompiled(mapped, nested=False)
@@ -399,13 +401,6 @@ class _Body:
             pass
 
     def run_by(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
-        """Runs a call that `compiler` compiles."""
-        try:
-            return self.run_compiled(compiler, args, kwargs)
-        finally:
-            set_compiler(compiler)
-
-    def run_compiled(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         """Runs a call in which `compiler` compiles all, or the body alone, on local tensors."""
         if current_scope() is not None or not self._check:
             set_compiler(compiler)

@@ -6,8 +6,7 @@ axes make of its batch. Use them in the body of a `shard_map`.
 
 from shardmap_torch.contracts import export
 from shardmap_torch.errors import LayerError
-from shardmap_torch.nn.attention import attention, own_kv_heads
-from shardmap_torch.nn.cache import kv_update
+from shardmap_torch.nn.attention import attention, kv_update, own_kv_heads
 from shardmap_torch.nn.context import head_tail_order, ring_attention, ulysses_attention
 from shardmap_torch.nn.embedding import vocab_parallel_embedding
 from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer, fsdp_layers

@@ -1,14 +1,19 @@
-"""Mixtures of experts, sharded over the axis that shards the batch (expert parallelism)."""
+"""Mixtures of experts, sharded over the axis that shards the batch (expert parallelism).
+
+Products of groups of rows, of which data says how many rows each has, are custom operators: sizes
+that data decides are no shapes, so the operands keep theirs, and the loop over the groups is out of
+sight of what interprets programs without data.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.grouped_matmul import grouped_product
+from shardmap_torch.core.torch_private.engine import are_transforms_active
 from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.errors import LayerError
 from shardmap_torch.nn.arguments import axes_of, check_inner, num_rows, replicate_weight
@@ -92,24 +97,19 @@ def moe(
         capacity = min(capacity, math.ceil(capacity_factor * num_selected * capacity / num_experts))
     slots = _slots(choices, capacity)  # [b/n, t, k, e, C]
     shares = values / values.sum(-1, keepdim=True)
-    dispatched = _flat_slots(slots.sum(2)).mT @ x  # [b/n, e * C, d]
+    dispatched = slots.sum(2).flatten(2).mT @ x  # [b/n, e * C, d]
     dispatched = dispatched.unflatten(1, (num_experts, capacity)).transpose(0, 1)
     own = all_to_all(dispatched, axis, split_dim=0, concat_dim=1)  # [e/n, b, C, d]
     results = expert(experts, own.flatten(1, 2)).unflatten(1, own.shape[1:3])
     returned = all_to_all(results, axis, split_dim=1, concat_dim=0)  # [e, b/n, C, d]
     weights = (slots * shares[..., None, None]).sum(2)
-    y: Tensor = _flat_slots(weights) @ returned.transpose(0, 1).flatten(1, 2)
+    y: Tensor = weights.flatten(2) @ returned.transpose(0, 1).flatten(1, 2)
     return y, balance_loss(probabilities, choices, (axis, *axes_of(batch_axis)))
 
 
 def one_hot(numbers: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Marks numbers below `count`: [...] -> [..., count]."""
     return (numbers.unsqueeze(-1) == torch.arange(count, device=numbers.device)).to(dtype)
-
-
-def _flat_slots(slots: Tensor) -> Tensor:
-    """Flattens the slots of all experts: [b, t, e, C] -> [b, t, e * C]."""
-    return slots.flatten(2)
 
 
 def _slots(choices: Tensor, capacity: int) -> Tensor:
@@ -321,3 +321,95 @@ def grouped_linear(
     # A bias is a weight of a feature that is always 1; rows behind all groups get none.
     ones = rows.new_ones(rows.shape[0], 1)
     return product + grouped_product(ones, bias.unsqueeze(1), sizes)
+
+
+@torch.library.custom_op("shardmap_torch::grouped_matmul", mutates_args=())
+def grouped_matmul(rows: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
+    """Multiplies the next `sizes[g]` rows with `weights[g]`; rows behind all groups become zeros.
+
+    Shape: rows [r, d], weights [g, d, f], sizes [g] give [r, f].
+    """
+    out = rows.new_zeros(rows.shape[0], weights.shape[2])
+    for group, place in _places(rows, sizes):
+        torch.mm(rows[place], weights[group], out=out[place])
+    return out
+
+
+@torch.library.custom_op("shardmap_torch::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    """Multiplies the next `sizes[g]` rows of both, transposed: the gradient of `weights[g]`.
+
+    Shape: left [r, d], right [r, f], sizes [g] give [g, d, f].
+    """
+    out = left.new_zeros(sizes.shape[0], left.shape[1], right.shape[1])
+    for group, place in _places(left, sizes):
+        torch.mm(left[place].mT, right[place], out=out[group])
+    return out
+
+
+def _places(rows: Tensor, sizes: Tensor) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for group, size in enumerate(sizes.tolist()):
+        if size:
+            yield group, slice(start, start + size)
+        start += size
+    if start > rows.shape[0]:
+        raise ValueError(f"The groups have {start} rows together, of {rows.shape[0]}.")
+
+
+@grouped_matmul.register_fake
+def _matmul_shape(rows: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@grouped_outer.register_fake
+def _outer_shape(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    return left.new_empty(sizes.shape[0], left.shape[1], right.shape[1])
+
+
+def grouped_product(rows: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
+    """Computes `grouped_matmul`, differentiable under `torch.func.grad` too.
+
+    torch's custom operators have no derivative there.
+    """
+    product: Tensor = _apply(_Matmul, grouped_matmul, rows, weights, sizes)
+    return product
+
+
+def _outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    outer: Tensor = _apply(_Outer, grouped_outer, left, right, sizes)
+    return outer
+
+
+def _apply(transformed: Any, operator: Any, *operands: Tensor) -> Any:
+    return transformed.apply(*operands) if are_transforms_active() else operator(*operands)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, sizes = ctx.saved_tensors
+    return grouped_product(grad, weights.mT, sizes), _outer(rows, grad, sizes), None
+
+
+def _outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    left, right, sizes = ctx.saved_tensors
+    return grouped_product(right, grad.mT, sizes), grouped_product(left, grad, sizes), None
+
+
+grouped_matmul.register_autograd(_matmul_backward, setup_context=_save)
+grouped_outer.register_autograd(_outer_backward, setup_context=_save)
+
+
+class _Matmul(torch.autograd.Function):
+    forward = staticmethod(grouped_matmul)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_matmul_backward)
+
+
+class _Outer(torch.autograd.Function):
+    forward = staticmethod(grouped_outer)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_outer_backward)

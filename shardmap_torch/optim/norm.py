@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Final, Literal, TypeAlias, TypeVar
 
 import torch
@@ -71,7 +72,7 @@ def global_norm(tree: Tree, specs: Tree | None = None, *, ord: float = 2.0) -> T
         raise OptimizerError("global_norm: a leaf of the tree is no tensor.")
     in_body = mesh_of_body() is not None
     amounts = _in_body(tree, specs, ord) if in_body else _outside(tree, ord)
-    dtype = _widest(amounts)
+    dtype = reduce(torch.promote_types, [amount.dtype for amount in amounts])
     stacked = torch.stack([amount.to(dtype) for amount in amounts])
     if ord == math.inf:
         return stacked.max()
@@ -172,13 +173,6 @@ def _listed(parameters: Iterable[Tensor]) -> list[Tensor]:
     if not all([isinstance(parameter, Tensor) for parameter in listed]):
         raise OptimizerError("clip_grad_norm_: the parameters are tensors, or one tensor.")
     return listed
-
-
-def _widest(amounts: Sequence[Tensor]) -> torch.dtype:
-    dtype = amounts[0].dtype
-    for amount in amounts[1:]:
-        dtype = torch.promote_types(dtype, amount.dtype)
-    return dtype
 
 
 _WIDE: Final = (torch.float32, torch.float64)

@@ -25,13 +25,11 @@ from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownErro
 from shardmap_torch.parallel.data import Data, read_data
 from shardmap_torch.parallel.forwards import Shared, style_forward
 from shardmap_torch.parallel.losses import BatchLosses
-from shardmap_torch.parallel.packing import pack, placements_of_split
 from shardmap_torch.parallel.plan import ROOT, Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
-from shardmap_torch.parallel.recomputed import within_body
-from shardmap_torch.parallel.trackers import untracked
+from shardmap_torch.parallel.recomputed import untracked, within_body
 from shardmap_torch.parallel.units import Units
-from shardmap_torch.parallel.words import Split
+from shardmap_torch.parallel.words import Split, pack, placements_of_split
 from shardmap_torch.placing import compared
 from shardmap_torch.spec import P
 from shardmap_torch.transform import shard_map

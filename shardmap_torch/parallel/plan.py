@@ -14,8 +14,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.parallel.data import Data
-from shardmap_torch.parallel.kinds import kind_of
-from shardmap_torch.parallel.styles import KNOWN, Layouts, LocalAttributes, layouts_of, mistakes
+from shardmap_torch.parallel.styles import (
+    KNOWN,
+    Layouts,
+    LocalAttributes,
+    kind_of,
+    layouts_of,
+    mistakes,
+)
 from shardmap_torch.parallel.words import WORDS, Split, spec_of_split
 from shardmap_torch.spec import P, mismatches
 

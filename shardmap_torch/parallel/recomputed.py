@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint within a parallelized module: as `shardmap_torch.checkpoint`.
+"""torch within a parallelized module: its checkpoint as `shardmap_torch.checkpoint`, no trackers.
 
 torch's own recomputes in a backward, where neither the ranks nor their types are known any more.
 What is recomputed here is a function of the tensors of the modules that it reaches.
@@ -16,6 +16,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.core.closures import is_empty, with_cells
+from shardmap_torch.core.torch_private.engine import GLOBAL_MODULE_HOOKS
 from shardmap_torch.errors import TransformError
 from shardmap_torch.parallel.pure import BoundModule
 
@@ -108,3 +109,25 @@ def _holds(value: Any) -> bool:
     if isinstance(value, MethodType):
         return isinstance(value.__self__, nn.Module)
     return isinstance(value, nn.Module | partial)
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Removes the global hooks of torch's trackers while a body runs.
+
+    The modules of a body are copies, which a check runs too, and a tracker would register hooks on
+    them and on autograd's nodes, which global strictness refuses.
+    """
+    found = [
+        (hooks, number, hook)
+        for hooks in GLOBAL_MODULE_HOOKS
+        for number, hook in hooks.items()
+        if type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.")
+    ]
+    for hooks, number, _ in found:
+        del hooks[number]
+    try:
+        yield
+    finally:
+        for hooks, number, hook in found:
+            hooks[number] = hook

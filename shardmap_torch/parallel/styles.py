@@ -1,10 +1,10 @@
-"""Styles of torch.distributed.tensor.parallel and ours, read as changes of layout."""
+"""Styles of torch.distributed.tensor.parallel and ours, as changes of layout, and their modules."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.nn import functional
 
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.errors import SpecError, show
@@ -197,3 +198,33 @@ def spec_of(placement: Placement, axis: str) -> P:
     if isinstance(placement, Shard):
         return P(*[None] * placement.dim, axis)
     return P(partial=(axis,) if isinstance(placement, Partial) else ())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The way a module multiplies by its weight.
+
+    Attributes:
+        outputs: the dim of the weight that the output has.
+        inputs: the dim of the weight that is summed over.
+        function: what a forward calls on its input and the weight; None if we call it ourselves.
+    """
+
+    outputs: int
+    inputs: int
+    function: Callable[..., Tensor] | None = None
+
+
+LINEAR: Final = Kind(0, 1, functional.linear)
+EMBEDDING: Final = Kind(1, 0, functional.embedding)
+CONV1D: Final = Kind(1, 0)
+"""The `Conv1D` of transformers: a Linear with a transposed weight."""
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Returns the kind of a module; of a `Conv1D` by the name of its class."""
+    if isinstance(module, nn.Linear):
+        return LINEAR
+    if isinstance(module, nn.Embedding):
+        return EMBEDDING
+    return CONV1D if any(each.__name__ == "Conv1D" for each in type(module).__mro__) else None

@@ -10,9 +10,8 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from shardmap_torch.errors import SpecError
-from shardmap_torch.parallel.kinds import EMBEDDING, kind_of
 from shardmap_torch.parallel.plan import Plan, Style
-from shardmap_torch.parallel.styles import Change, Layouts
+from shardmap_torch.parallel.styles import EMBEDDING, Change, Layouts, kind_of
 from shardmap_torch.parallel.words import Split
 
 

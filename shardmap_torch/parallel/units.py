@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.nn.fsdp import LayerGathers, fsdp_gather
 from shardmap_torch.parallel.caches import is_cache
-from shardmap_torch.parallel.packing import unpack
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import within_body
+from shardmap_torch.parallel.words import unpack
 
 Values: TypeAlias = Mapping[str, Tensor]
 

@@ -1,11 +1,14 @@
 """Runs a call for all ranks of a simulated mesh as one batched program."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Final
+from types import FrameType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.batching import add_batching_rules
 from shardmap_torch.backends.folding import Folding
@@ -13,7 +16,15 @@ from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, run_body
 from shardmap_torch.boundary.matching import spec_of
 from shardmap_torch.boundary.shards import join, split
+from shardmap_torch.checker.interpreter.modes import is_user
+from shardmap_torch.checker.ir.own_functions import (
+    GRAD_FN,
+    HOOKS,
+    has_saving_hooks,
+    name_of_hook,
+)
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.storage import apart
 from shardmap_torch.core.torch_private.engine import (
     functorch,
@@ -23,7 +34,6 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run.safety.dropped_by_vmap import RefusingDropped, rank_only
 from shardmap_torch.spec import P
 
 _DRAWS: Final = (
@@ -203,3 +213,40 @@ def unequal(path: str, spec: P, axis: str) -> str:
         f"{path}: {spec!r} promises one value on all ranks of {axis!r}, but the result varies over "
         f"it; reduce or gather it over {axis!r}, or name {axis!r} in the spec"
     )
+
+
+_ASKS: Final = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # torch's stubs: a bool
+
+
+def rank_only(name: str, what: str) -> TransformError:
+    """Builds the error of a batched body that has something that only single ranks run."""
+    return TransformError(
+        f"{name}: one batched program drops, or cannot run, what single ranks run: {what}\n"
+        'Fix: use make_mesh(..., simulate="auto"), which runs such bodies as ranks, or "ranks".'
+    )
+
+
+class RefusingDropped(TorchFunctionMode):
+    """Function mode of an unchecked batched body: hooks, and questions for `requires_grad`.
+
+    Raises:
+        TransformError: the body registers a hook, or asks whether a tensor requires a gradient.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name, self._has_outer = name, has_saving_hooks()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch, unless a batched tensor would drop what it does."""
+        what = self._dropped(func, sys._getframe(1))
+        if what is not None:
+            raise rank_only(self._name, f"{what}.\n  at {call_site()}")
+        return func(*args, **(kwargs or {}))
+
+    def _dropped(self, func: Any, asker: FrameType) -> str | None:
+        if func == _ASKS:
+            return "a question for requires_grad" if is_user(asker) else None
+        if func in HOOKS and not (func == GRAD_FN and is_own(asker)):
+            return name_of_hook(func)
+        return "saved_tensors_hooks" if has_saving_hooks() and not self._has_outer else None

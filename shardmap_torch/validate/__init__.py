@@ -10,10 +10,9 @@ from shardmap_torch.contracts import export
 from shardmap_torch.core.torch_private.engine import OpOverload, OpOverloadPacket
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError, SpecError, show
-from shardmap_torch.validate.decompositions import try_values
+from shardmap_torch.validate.numbers import Validation
 from shardmap_torch.validate.regions import try_region
-from shardmap_torch.validate.report import Validation
-from shardmap_torch.validate.typings import Operation, try_types
+from shardmap_torch.validate.typings import Operation, try_types, try_values
 
 __all__ = ["Validation", "validate_rule"]
 

@@ -26,8 +26,7 @@ from shardmap_torch.run.trials.draws import widened
 from shardmap_torch.spec import P, mismatches
 from shardmap_torch.transform import shard_map
 from shardmap_torch.types import Partial, V
-from shardmap_torch.validate.numbers import gradients_for, tolerance_of, unequal
-from shardmap_torch.validate.report import Findings
+from shardmap_torch.validate.numbers import Findings, gradients_for, tolerance_of, unequal
 
 Region: TypeAlias = tuple[Callable[..., Any], Tree, Tree]
 """A function, and the types of its arguments and results, as `local_region` keeps them."""

@@ -25,7 +25,7 @@ from shardmap_torch import (
     redistributions,
     shard_map,
 )
-from shardmap_torch.automatic.report import bytes_sent, shown
+from shardmap_torch.automatic.recording import bytes_sent, shown
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo

@@ -17,7 +17,7 @@ from shardmap_torch.kernels.algorithms import (
     scatter_backward,
     scatter_forward,
 )
-from shardmap_torch.kernels.calibrate import _pessimistic, measure
+from shardmap_torch.kernels.endpoint import _pessimistic, measure
 from shardmap_torch.kernels.executor import Choice
 from shardmap_torch.kernels.planner import (
     MAX_PARTS,

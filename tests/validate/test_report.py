@@ -3,8 +3,7 @@
 import pytest
 
 from shardmap_torch import ShardTypeError
-from shardmap_torch.validate.numbers import Fault
-from shardmap_torch.validate.report import Findings
+from shardmap_torch.validate.numbers import Fault, Findings
 
 
 def test_the_worst_of_all_runs_is_reported_and_every_wrong_claim_once() -> None:

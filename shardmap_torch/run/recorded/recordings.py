@@ -1,5 +1,6 @@
 """Recordings: the recorded runs of one verdict, and when they may run in a body's place."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -30,7 +31,6 @@ from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError
 from shardmap_torch.run.recorded.simplify import simplify
 from shardmap_torch.run.recorded.source import Runnable, runnable
-from shardmap_torch.run.recorded.switches import switches
 
 Leaves: TypeAlias = tuple[Sequence[Any], Callable[[list[Any]], Any]]
 """Leaves of what a body returns, and what makes the result of such leaves."""
@@ -285,3 +285,40 @@ def run_simulated(call: Call, run: Callable[[Call], Tree]) -> Tree:
         return leaves, partial(unflatten, structure)
 
     return call.recordings(None, [call.leaves[position] for position in call.crossing], record)
+
+
+_AUTOCASTING: Final = ("cpu", "cuda", "xpu", "mps")
+
+
+def switches() -> tuple[Any, ...]:
+    """Returns the values of the switches that can change while a process runs."""
+    backends: Any = torch.backends  # stubs lack some
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device() if function_mode_stack() else None,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.is_autocast_cache_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.matmul.fp32_precision,  # the precision of matmuls decides; asking for that may raise
+        torch.backends.mha.get_fastpath_enabled(),
+        mkldnn.enabled,
+        mkldnn.matmul.fp32_precision,
+        mkldnn.conv.fp32_precision,
+        cudnn.conv.fp32_precision,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        (backends.opt_einsum.enabled, backends.opt_einsum.strategy),  # the order of contractions
+        sys.float_info.min / 2 == 0.0,  # torch.set_flush_denormal
+        tuple(
+            [(d, torch.get_autocast_dtype(d)) for d in _AUTOCASTING if torch.is_autocast_enabled(d)]
+        ),
+    )

@@ -33,8 +33,7 @@ from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials.comparison import Comparison, RefutedError
 from shardmap_torch.run.trials.draws import Like
-from shardmap_torch.run.trials.runs import Program
-from shardmap_torch.run.trials.sizes import MAX_RANKS, scales
+from shardmap_torch.run.trials.runs import MAX_RANKS, Program, scales
 from shardmap_torch.run.trials.watch import UntriedError
 
 T = TypeVar("T")

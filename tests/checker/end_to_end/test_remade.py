@@ -12,7 +12,7 @@ from benchmarks.checker import check_step
 from shardmap_torch import I, P, R, all_reduce, check_program, convert, make_mesh, shard_map
 from shardmap_torch.checker.interpreter import operations
 from shardmap_torch.checker.ir import fake_results
-from shardmap_torch.checker.spmd.repeated import Repeated
+from shardmap_torch.checker.spmd.operations import Repeated
 from tests.checker.support import position_programs, softmax_programs, vocabulary_programs
 from tests.checker.support.remade import ForgottenError, remaking
 from tests.support.fuzzing import FUZZ

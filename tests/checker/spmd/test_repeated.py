@@ -23,8 +23,8 @@ from shardmap_torch import (
     trace,
 )
 from shardmap_torch.checker.spmd import operations
+from shardmap_torch.checker.spmd.operations import Repeated
 from shardmap_torch.checker.spmd.ops.aten_rules import propagate
-from shardmap_torch.checker.spmd.repeated import Repeated
 from shardmap_torch.checker.verify.verdict import verify
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.run import checked

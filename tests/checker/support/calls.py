@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-import shardmap_torch.core.grouped_matmul
+import shardmap_torch.nn.moe
 import shardmap_torch.random.blocks  # noqa: F401 - both define operators
 from shardmap_torch.checker.rules.operators import OWN
 from shardmap_torch.checker.rules.registry import TABLE

@@ -20,8 +20,7 @@ from shardmap_torch.checker.ir import fake_results
 from shardmap_torch.checker.ir.fake_results import CallLookup
 from shardmap_torch.checker.rules import infer
 from shardmap_torch.checker.spmd import layout
-from shardmap_torch.checker.spmd.operations import Operations
-from shardmap_torch.checker.spmd.repeated import Repeated
+from shardmap_torch.checker.spmd.operations import Operations, Repeated
 from shardmap_torch.checker.verify import path, verdict
 from shardmap_torch.core import source_location
 from shardmap_torch.errors import ShardTypeError
