@@ -3,16 +3,21 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from shardmap_torch.errors import SpecError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.ops.reshard import plan as reshard_plan
 from shardmap_torch.parallel.plan import Plan, Style
-from shardmap_torch.parallel.styles import EMBEDDING, Change, Layouts, kind_of
+from shardmap_torch.parallel.styles import EMBEDDING, Layouts, kind_of, normalized, spec_of
 from shardmap_torch.parallel.words import Split
+from shardmap_torch.spec import P
+
+_Bytes: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -100,10 +105,9 @@ def parallel_summary(module: nn.Module) -> Summary:
             f"parallel_summary takes a module that parallelize has changed, not "
             f"{type(module).__name__}."
         )
-    num_ranks: int = call.mesh.shape[plan.axis]
     found: dict[tuple[Any, ...], int] = {}
     for path, style in plan.words.items():
-        cells = (_layered(path), _title(style), *_cells(module, plan, path, num_ranks))
+        cells = (_layered(path), _title(style), *_cells(module, plan, path, call.mesh))
         found[cells] = found.get(cells, 0) + 1
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     replicated: dict[str, int] = {}
@@ -123,7 +127,7 @@ def _title(style: Style) -> str:
     return style if isinstance(style, str) else type(style).__name__
 
 
-def _cells(module: nn.Module, plan: Plan, path: str, num_ranks: int) -> tuple[str, int, int]:
+def _cells(module: nn.Module, plan: Plan, path: str, mesh: Mesh) -> tuple[str, int, int]:
     """Returns the shards of a module or parameter, and the bytes that it sends."""
     if path in plan.splits:
         return _in_words(plan.splits[path]), 0, 0
@@ -134,7 +138,7 @@ def _cells(module: nn.Module, plan: Plan, path: str, num_ranks: int) -> tuple[st
     }
     words = [f"{own}: {_in_words(split)}" for own, split in shards.items() if split is not None]
     layouts = plan.styles[path]
-    sent = list(_sent(target, layouts, num_ranks))
+    sent = list(_sent(target, layouts, plan, mesh))
     forward, backward = (sum(each[i] for each in sent) for i in (0, 1))
     return ", ".join(words) or "-", forward, backward
 
@@ -145,37 +149,25 @@ def _in_words(split: Split | None) -> str:
     return f"{split.dim}" if split.parts == 1 else f"{split.dim} in {split.parts} parts"
 
 
-def _sent(target: nn.Module, layouts: Layouts, num_ranks: int) -> Iterator[tuple[int, int]]:
+def _sent(target: nn.Module, layouts: Layouts, plan: Plan, mesh: Mesh) -> Iterator[_Bytes]:
     """Yields the bytes of each change of layout, in a forward and in its backward."""
     kind, weight = kind_of(target), getattr(target, "weight", None)
     if kind is None or weight is None:
         return
-    differs = isinstance(layouts.style, ColwiseParallel)
-    ends = [(layouts.inputs, kind.inputs)] if kind is not EMBEDDING else []
-    for changes, dim in [*ends, (layouts.outputs, kind.outputs)]:
-        for change in changes or ():
-            if change is not None:
-                whole = weight.shape[dim] * weight.element_size()
-                is_input = changes is layouts.inputs
-                yield _ring(change, whole, num_ranks, differs and is_input)
+    own = P(replicate=plan.axis) if isinstance(layouts.style, ColwiseParallel) else P()
+    ends = [(layouts.inputs, kind.inputs, own)] if kind is not EMBEDDING else []
+    for changes, dim, replicated in [*ends, (layouts.outputs, kind.outputs, P())]:
+        for src, dst in filter(None, changes or ()):
+            size = weight.shape[dim] * weight.element_size()
+            specs = _spec(src, plan.axis, P()), _spec(dst, plan.axis, replicated)
+            shard = size // mesh.shape[plan.axis] if specs[0].sharded_dims else size
+            steps = reshard_plan(*specs, mesh)
+            forward, backward = sum(x.sent for x in steps), sum(x.sent_back for x in steps)
+            yield int(forward * shard), int(backward * shard)
 
 
-def _ring(change: Change, size: int, num_ranks: int, differs: bool) -> tuple[int, int]:
-    """Returns the bytes that a change of layout sends, and those of its transpose.
-
-    Args:
-        change: the placements.
-        size: the bytes of a row.
-        num_ranks: how many ranks there are.
-        differs: whether the ranks use a replicated result differently, so that its cotangents are
-            added up.
-    """
-    src, dst = change
-    once = size * (num_ranks - 1) // num_ranks
-    if isinstance(src, Partial):
-        return (2 * once, 0) if isinstance(dst, Replicate) else (once, once)
-    if isinstance(src, Replicate):
-        return (0, 2 * once) if differs else (0, 0 if isinstance(dst, Replicate) else once)
-    if isinstance(dst, Replicate):
-        return once, once if differs else 0
-    return (0, 0) if src == dst else (once // num_ranks,) * 2
+def _spec(placement: Placement, axis: str, replicated: P) -> P:
+    """Returns the spec of a matrix: `replicated` where all ranks have all of it."""
+    if isinstance(placement, Replicate):
+        return replicated
+    return spec_of(normalized(placement, 2, "a layout"), axis)
