@@ -89,6 +89,7 @@ class Control:
     """One process's view of the run; there is one for the default process group.
 
     Attributes:
+        progress: that of this rank, with its newest call, recoveries and failure.
         waiting: its waits for other ranks.
         era: another object after each difference and recovery, which ranks have in common.
     """
@@ -100,7 +101,7 @@ class Control:
         self.recorder = FlightRecorder()
         self.in_call = False
         self._history = History(self.recorder)
-        self._progress = Progress(self.recorder, self._history)
+        self.progress = Progress(self.recorder, self._history)
         self._task = -1
         self._pending: tuple[Comparison, _Told] | None = None
         self._late: list[Values] = []
@@ -111,28 +112,13 @@ class Control:
         self._number = default_store().add(f"shardmap_torch/controls/{self.rank}", 1)
         self._num_meshes = 0
         self._exchange = self._connected()
-        status = self._progress.status
+        status = self.progress.status
         self._board = Board(default_store(), self.rank, self.size, status, timeout)
-        self.waiting = Waiting(self.rank, self._progress, self._board)
+        self.waiting = Waiting(self.rank, self.progress, self._board)
 
     def _connected(self) -> Exchange:
-        key = f"shardmap_torch/exchange/{self._number}/{self.epoch}"
+        key = f"shardmap_torch/exchange/{self._number}/{self.progress.epoch}"
         return Exchange(default_store(), key, self.rank, self.size, self.timeout)
-
-    @property
-    def call(self) -> int:
-        """The number of the newest call."""
-        return self._progress.call[0]
-
-    @property
-    def broken(self) -> str:
-        """The error that has left the groups in an unknown state; empty if there is none."""
-        return self._progress.broken
-
-    @property
-    def epoch(self) -> int:
-        """The number of recoveries."""
-        return self._progress.epoch
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Shortens the deadline; a longer one changes nothing."""
@@ -151,7 +137,7 @@ class Control:
         Raises:
             MeshError: an earlier error has left the groups in an unknown state.
         """
-        progress = self._progress
+        progress = self.progress
         if progress.broken:
             raise MeshError(
                 f"The processes' meshes are broken since an error: {progress.broken} Messages of "
@@ -170,8 +156,8 @@ class Control:
         try:
             if error is None:
                 self.resolve()
-            elif not self.broken:
-                self._progress.raised = describe_error(error)
+            elif not self.progress.broken:
+                self.progress.raised = describe_error(error)
                 self._board.touch()
         finally:
             self.in_call = False
@@ -180,18 +166,18 @@ class Control:
         self,
         digest: int,
         text: Callable[[], str],
-        doing: str,
         now: bool,
         values: Values | None = None,
+        doing: str = "",
     ) -> None:
         """Starts to compare the history, extended by `digest`, with that of the other ranks.
 
         Args:
             digest: hash of the next call.
             text: makes its text for errors.
-            doing: its short description.
             now: waits for the result; else `resolve` does, where there is one round of messages.
             values: those that must be equal on ranks; late ones wait for the next check.
+            doing: its short description; by default that of the newest call.
 
         Raises:
             CollectiveMismatchError: the ranks differ.
@@ -205,8 +191,9 @@ class Control:
             (self._late if values.is_late else compared).append(values)
         for each in compared:
             digest += each.digest()
-        self._progress.doing, told = doing, (text, compared)
-        history = self._history.extend(digest)
+        progress, history, told = self.progress, self._history.extend(digest), (text, compared)
+        number, function = progress.call
+        progress.doing = doing or f"call {number} of {function}"
         self._begin(history, history, told)
         # A rank that forwards what it hears must not do anything before that waits for others.
         if now or len(self._exchange.sources) > 1:
@@ -232,9 +219,9 @@ class Control:
         """Begins to compare numbers, the last of which is the hash of the collectives."""
         try:
             number = self._history.num_checks
-            self._pending = self._exchange.begin(number, low, high, self.timeout), told
+            self._pending = Comparison(self._exchange, number, low, high, self.timeout), told
         except RuntimeError as error:
-            self.fail(self._progress.doing, error)
+            self.fail(self.progress.doing, error)
 
     def resolve(self) -> None:
         """Waits for the pending comparison, if there is one.
@@ -247,7 +234,7 @@ class Control:
         if self._pending is None:
             return
         (comparison, told), self._pending = self._pending, None
-        self._progress.rank_group, doing = self._everyone, self._progress.doing
+        self.progress.rank_group, doing = self._everyone, self.progress.doing
         try:
             self.waiting.wait(comparison)
         except (RuntimeError, StuckError) as error:
@@ -280,7 +267,7 @@ class Control:
         dtype, shape, made_in = x.dtype, x.shape, 0
         if every or not self.in_call:
             made_in = self._compare_first(operation, (dtype, shape), site, every)
-        progress, new = self._progress, self.recorder.new
+        progress, new = self.progress, self.recorder.new
         progress.rank_group = rank_group
         new.append((progress.call, operation, dtype, shape, site, made_in, rank_group))
         if len(new) >= LENGTH:
@@ -288,7 +275,7 @@ class Control:
 
     def resume(self, rank_group: RankGroup) -> None:
         """Records that this rank waits from now on for a collective that it has begun before."""
-        self._progress.rank_group = rank_group
+        self.progress.rank_group = rank_group
 
     def _compare_first(self, operation: Any, operand: Operand, site: Any, every: bool) -> int:
         """Compares the first collective of a backward, or each; returns its call, or 0."""
@@ -301,16 +288,16 @@ class Control:
         return made_in
 
     def _compare(self, operation: Any, operand: Operand, site: Any, made_in: int) -> None:
-        if self.broken:
+        if self.progress.broken:
             self.begin_call("")
         place = f" at {site.place}" if site is not None else ""
-        call, function = self._progress.call
+        call, function = self.progress.call
         of = f"of call {made_in} " * bool(made_in)
         backward = "" if self.in_call else f"a backward {of}after "
         what = f"{operation} of {show_shape(*operand)}{place}"
         doing = f"{what}, in {backward}call {call} of {function}"
         key = self._history.key(operation, *operand, made_in)
-        self.check(key, lambda: doing, doing, now=True)
+        self.check(key, lambda: doing, now=True, doing=doing)
 
     # Errors.
 
@@ -325,11 +312,11 @@ class Control:
         # The other ranks post a little later that they wait.
         stuck = error if isinstance(error, StuckError) else None
         posts = self._board.look_on(_GATHER) if stuck is None else stuck.statuses
-        mine = self._progress.status()
+        mine = self.progress.status()
         statuses = {**posts, self.rank: mine}
         missing = [
             rank
-            for rank in (self._progress.rank_group.members or self._everyone.members)
+            for rank in (self.progress.rank_group.members or self._everyone.members)
             if rank != self.rank and (rank not in statuses or lacks(mine, statuses[rank]))
         ]
         why, site = shorten(str(error)), call_site()
@@ -349,7 +336,7 @@ class Control:
         raise kind(text) from (error if stuck is None else None)
 
     def _break(self, why: str, text: str, disagree: bool) -> None:
-        progress = self._progress
+        progress = self.progress
         progress.failed, progress.broken = "disagrees" if disagree else "broken", why
         self._pending = None
         self.recorder.write(self.rank, text)
@@ -357,7 +344,7 @@ class Control:
 
     def fail_quietly(self, error: BaseException) -> None:
         """Records an error that was raised elsewhere: in the kernels' transfers."""
-        if not self.broken:
+        if not self.progress.broken:
             self._break(f"{error}".splitlines()[0], f"{error}", disagree=False)
 
     def _described(self, statuses: Mapping[int, Status], missing: Sequence[int]) -> list[str]:
@@ -366,7 +353,7 @@ class Control:
 
     def _differ(self, told: _Told, is_clean: bool) -> NoReturn:
         """Posts this rank's report, collects those of the others, and raises their difference."""
-        progress, site = self._progress, call_site()
+        progress, site = self.progress, call_site()
         # Not that of the check: checks are counted anew after an error, and an old report may be
         # on the board still.
         self._num_reports += 1
@@ -398,7 +385,7 @@ class Control:
         Raises:
             CommunicationError: a rank did not come in time; names it.
         """
-        progress = self._progress
+        progress = self.progress
         progress.restart()
         self._pending, self._late, self.era = None, [], object()
         self._board.touch()
@@ -407,7 +394,7 @@ class Control:
         late = list(self._everyone.members)
         while late and monotonic() < end:
             statuses = self._board.look(1.0)
-            late = [r for r in late if r not in statuses or statuses[r].epoch < self.epoch]
+            late = [r for r in late if r not in statuses or statuses[r].epoch < self.progress.epoch]
             self._board.pause()
         if late:
             progress.broken = f"recover() has not been called by {ranks_text(late)}."
@@ -416,7 +403,7 @@ class Control:
                 f"recover() was not called by all ranks within {self.timeout}:\n{described}"
             )
         self._history.restart()
-        self._num_reports = self.epoch * _REPORTS  # the same again on all ranks
+        self._num_reports = self.progress.epoch * _REPORTS  # the same again on all ranks
         progress.call = 0, ""
         self._exchange.close()
         self._exchange = self._connected()
@@ -424,7 +411,7 @@ class Control:
 
     def exit(self, error: BaseException | None = None) -> None:
         """Posts that this process is about to end, and because of which error."""
-        progress = self._progress
+        progress = self.progress
         if error is not None:
             progress.raised = progress.raised or describe_error(error)
             return

@@ -65,7 +65,8 @@ class Exchange:
     """The connections of one rank: one to each rank that it sends to, one from each it hears.
 
     Attributes:
-        sources: the connections that are heard in each round.
+        targets: the connections that are sent to in each round.
+        sources: those that are heard.
         rank_of: the rank at the other end of a connection.
         patience: the seconds after which a wait for a message ends.
     """
@@ -76,7 +77,7 @@ class Exchange:
         Raises:
             RuntimeError: a rank did not come in time.
         """
-        self._targets: list[list[socket.socket]] = []
+        self.targets: list[list[socket.socket]] = []
         self.sources: list[list[socket.socket]] = []
         self.rank_of: dict[socket.socket, int] = {}
         self.patience = 0.0
@@ -101,7 +102,7 @@ class Exchange:
             store.wait([f"{key}/{(rank + hop) % size}" for hop in hops], timeout)
             for each in rounds:
                 links: list[socket.socket] = []
-                self._targets.append(links)
+                self.targets.append(links)
                 for hop in each:
                     target = (rank + hop) % size
                     secret, other, *at = json.loads(store.get(f"{key}/{target}"))
@@ -116,32 +117,11 @@ class Exchange:
             link.settimeout(None)
             if link.family in (socket.AF_INET, socket.AF_INET6):
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for links in self._targets:
+        for links in self.targets:
             for link in links:
                 link.setblocking(False)  # a rank is at most one comparison ahead: there is space
         with suppress(RuntimeError, NotImplementedError):  # every rank that needs it has read it
             store.delete_key(f"{key}/{rank}")
-
-    def begin(
-        self, number: int, low: Sequence[int], high: Sequence[int], timeout: timedelta
-    ) -> "Comparison":
-        """Begins comparison `number` of values, twice the same, with as many of the other ranks.
-
-        A rank that has no part in the comparison of a value gives `NONE` for it.
-
-        Raises:
-            RuntimeError: a connection is closed.
-        """
-        form = _message(len(low))
-        return Comparison(self, form, form.pack(number, *low, *high), timeout)
-
-    def send(self, turn: int, message: bytes) -> None:
-        """Sends the message of a round."""
-        for link in self._targets[turn]:
-            try:
-                link.send(message)
-            except OSError as error:
-                raise RuntimeError(f"sending to rank {self.rank_of[link]}: {error}") from error
 
     def set_patience(self, seconds: float) -> None:
         """Lets the system end waits: the timeout of Python's sockets asks it twice for a message.
@@ -159,7 +139,7 @@ class Exchange:
         """Closes the connections; the other ranks notice."""
         for link in self.rank_of:
             link.close()
-        self._targets, self.sources = [], []
+        self.targets, self.sources = [], []
         self.rank_of.clear()
 
 
@@ -171,15 +151,37 @@ class Comparison:
     """
 
     def __init__(
-        self, exchange: Exchange, form: struct.Struct, message: bytes, timeout: timedelta
+        self,
+        exchange: Exchange,
+        number: int,
+        low: Sequence[int],
+        high: Sequence[int],
+        timeout: timedelta,
     ) -> None:
-        self._exchange, self._form, self._timeout = exchange, form, timeout
-        self._message, self._turn, self._end = message, 0, 0.0
+        """Begins comparison `number` of values, twice the same, with as many of the other ranks.
+
+        A rank that has no part in the comparison of a value gives `NONE` for it.
+
+        Raises:
+            RuntimeError: a connection is closed.
+        """
+        self._exchange, self._timeout = exchange, timeout
+        self._form = form = _message(len(low))
+        self._message = form.pack(number, *low, *high)
+        self._turn, self._end, self._got = 0, 0.0, b""
         self._is_completed = self.differs = False
         self._error: RuntimeError | None = None
-        self._got = b""
-        self._silent = exchange.sources[0].copy()
-        exchange.send(0, message)
+        self._send()
+
+    def _send(self) -> None:
+        """Sends what this rank knows in this round."""
+        exchange, message = self._exchange, self._message
+        self._silent = exchange.sources[self._turn].copy()
+        for link in exchange.targets[self._turn]:
+            try:
+                link.send(message)
+            except OSError as error:
+                raise RuntimeError(f"sending to rank {exchange.rank_of[link]}: {error}") from error
 
     def wait(self, patience: timedelta) -> None:
         """Waits for the other ranks; where it has only lost its patience it may be called again.
@@ -190,14 +192,19 @@ class Comparison:
         """
         if self._error is not None:
             raise self._error
-        seconds = patience.total_seconds()
+        exchange, seconds = self._exchange, patience.total_seconds()
         if self._end:
             seconds = min(seconds, _until(self._end))
-        if seconds != self._exchange.patience:
-            self._exchange.set_patience(seconds)
+        if seconds != exchange.patience:
+            exchange.set_patience(seconds)
         try:
             while self._silent:
-                self._hear(self._silent[-1])
+                got = self._silent[-1].recv(self._form.size - len(self._got))
+                if got == self._message or self._is_added(got):
+                    self._silent.pop()
+                if not self._silent and self._turn + 1 < len(exchange.sources):
+                    self._turn += 1
+                    self._send()
         except OSError as error:
             if error.errno is None:  # that of a signal handler
                 raise
@@ -206,29 +213,15 @@ class Comparison:
             self._fail(error)
         self._is_completed = True
 
-    def _hear(self, link: socket.socket) -> None:
-        """Receives a message of this round, or a part of it."""
-        got = link.recv(self._form.size - len(self._got))
-        if got != self._message:
-            got = self._added(link, self._got + got, is_closed=not got)
-            if not got:
-                return
-        self._silent.pop()
-        if not self._silent:
-            self._turn += 1
-            if self._turn < len(self._exchange.sources):
-                self._exchange.send(self._turn, self._message)
-                self._silent = self._exchange.sources[self._turn].copy()
-
-    def _added(self, link: socket.socket, got: bytes, is_closed: bool) -> bytes:
-        """Adds what another rank knows; returns nothing where its message is not whole yet."""
-        source = self._exchange.rank_of[link]
-        if is_closed:
+    def _is_added(self, part: bytes) -> bool:
+        """Adds what another rank knows; returns whether that is all of its message."""
+        got, source = self._got + part, self._exchange.rank_of[self._silent[-1]]
+        if not part:
             raise RuntimeError(f"rank {source} has closed its connection")
         is_whole = len(got) == self._form.size
         self._got = b"" if is_whole else got
         if not is_whole or got == self._message:
-            return got if is_whole else b""
+            return is_whole
         self.differs = True
         number, *mine = self._form.unpack(self._message)
         other, *theirs = self._form.unpack(got)
@@ -237,7 +230,7 @@ class Comparison:
         half = len(mine) // 2
         low, high = map(min, mine[:half], theirs[:half]), map(max, mine[half:], theirs[half:])
         self._message = self._form.pack(number, *low, *high)
-        return got
+        return True
 
     def _stop(self, error: OSError, seconds: float) -> NoReturn:
         """Raises the error of a connection on which nothing came for so long, or that is broken."""

@@ -48,7 +48,7 @@ def current() -> Control | None:
 def call_number() -> int:
     """Returns the number of the newest call, which its backward keeps; 0 before the first."""
     control = _CURRENT.control
-    return 0 if control is None else control.call
+    return 0 if control is None else control.progress.call[0]
 
 
 def peers() -> PeerWatch | None:

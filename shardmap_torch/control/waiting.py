@@ -206,7 +206,7 @@ class Waiting:
         """
         while not is_done(work):
             self.look_out()
-        if self.is_blocked:
+        if self._progress.is_blocked:
             self.unblock()
 
     def wait_on(self, work: dist.Work) -> None:

@@ -71,20 +71,15 @@ def _memory(x: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())).cast("B")
 
 
-def _spaced_memory(x: Tensor, turn: int) -> bytes:
-    """Reads a sample from contiguous memory, for a third of what torch's views take."""
-    size = x.numel()
-    if size <= _SAMPLE:
-        return ctypes.string_at(x.data_ptr(), x.nbytes)
-    start, step = _spaced(size, turn)
-    return _memory(x).cast(_FORMATS[x.element_size()])[start::step].tobytes()
-
-
 def _bits(x: Tensor, turn: int | None) -> bytes | Tensor:
     """Returns bits of a tensor; where it is on a device, a tensor that will have them."""
     is_plain = x.is_contiguous() and not (x.is_complex() or x.is_neg())
-    if x.is_cpu and turn and is_plain:
-        return _spaced_memory(x, turn)
+    if x.is_cpu and turn and is_plain:  # for a third of what torch's views take
+        size = x.numel()
+        if size <= _SAMPLE:
+            return ctypes.string_at(x.data_ptr(), x.nbytes)
+        start, step = _spaced(size, turn)
+        return _memory(x).cast(_FORMATS[x.element_size()])[start::step].tobytes()
     with torch.no_grad():
         if turn is not None:
             found = _sample(x, turn)
@@ -119,9 +114,13 @@ class Bits:
         Samples of another turn, from 1 on, are of other numbers; on the CPU they take 1 to 2 us a
         tensor.
         """
-        self._parts = [_bits(x, turn) for x in tensors]
-        parts = enumerate(self._parts)
-        self._events = [(at, *_begun(part)) for at, part in parts if type(part) is not bytes]
+        self._parts: list[bytes] = []
+        self._events: list[tuple[int, Tensor, torch.Event]] = []
+        for at, x in enumerate(tensors):
+            if not isinstance(part := _bits(x, turn), bytes):
+                self._events.append((at, *_begun(part)))
+                part = b""
+            self._parts.append(part)
         self.is_late = bool(self._events)
 
     def _each(self) -> list[bytes]:
@@ -130,7 +129,7 @@ class Bits:
             event.synchronize()
             self._parts[at] = _memory(copy).tobytes()
         self._events.clear()
-        return self._parts  # type: ignore[return-value]  # all are read
+        return self._parts
 
     def digest(self) -> int:
         """Hashes them all."""

@@ -127,7 +127,7 @@ def _device_mesh(layout: Mesh, name: str, limit: timedelta | None) -> DeviceMesh
     patience = limit or shortest_timeout([world])
     control = current()
     # Before a recovery a rank may have sent what no other has taken, and never will.
-    is_clean = control is None or control.epoch == 0
+    is_clean = control is None or control.progress.epoch == 0
     groups = [
         world
         if size == layout.size and is_clean
@@ -176,7 +176,7 @@ def _with_groups(mesh: Mesh, limit: timedelta | None, name: str) -> Mesh:
         if patience is not None and dist.get_backend(group) in ("gloo", "nccl"):
             set_timeout(patience, group)
     control = current()
-    mesh._state.epoch = control.epoch if control is not None else 0
+    mesh._state.epoch = control.progress.epoch if control is not None else 0
     return _with_handle(mesh)
 
 

@@ -337,11 +337,11 @@ class Mesh(Grid):
         control = current()
         if control is None or self.device_mesh is None:
             return
-        if control.broken or self._state.epoch == control.epoch:
+        if control.progress.broken or self._state.epoch == control.progress.epoch:
             within(3 * control.timeout, "recover()", control.recover)
         self._forget()
         self._state.own.clear()
-        self._state.epoch, self._state.remade = control.epoch, True
+        self._state.epoch, self._state.remade = control.progress.epoch, True
         # DTensors on the mesh use the same groups, and torch.compile finds them by their names.
         groups = within(
             control.timeout,
@@ -378,10 +378,10 @@ class Mesh(Grid):
         Raises:
             MeshError: it is closed, or its groups were made before a `recover` of another mesh.
         """
-        control = current()
         if self._state.closed:
             raise MeshError(f"The {self} is closed; make another with make_mesh.")
-        if control is not None and self._state.epoch != control.epoch and not control.broken:
+        known = None if (control := current()) is None else control.progress
+        if known is not None and self._state.epoch != known.epoch and not known.broken:
             raise MeshError(
                 f"The {self} has groups of before an error. Call its recover() on all ranks too."
             )

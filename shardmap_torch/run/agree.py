@@ -131,12 +131,13 @@ def agree(
     control = current()
     if control is None:
         return
-    digest, text, doing = own.digest, own.text, f"call {control.call} of {own.name}"
+    digest, text, doing = own.digest, own.text, ""
     if departure is not None:
         difference = f"comes to {departure.found}, where the program has {departure.expected}"
         digest = zlib.crc32(f"{digest} {departure.depth}".encode())
-        text, doing = f"{difference}\n{text}", f"{doing}, where it {difference}"
-    control.check(digest, lambda: text, doing, now, values)
+        number = control.progress.call[0]
+        text, doing = f"{difference}\n{text}", f"call {number} of {own.name}, where it {difference}"
+    control.check(digest, lambda: text, now, values, doing)
 
 
 def compared(

@@ -185,10 +185,8 @@ class Checked:
                 return self._run_once(call, known, run)
             except Departure as departure:
                 departed = departure.difference
-                if (
-                    call.donated and versions_of(call) != versions
-                ):  # what another run would find changed
-                    break
+                if call.donated and versions_of(call) != versions:
+                    break  # what another run would find changed
             self._forget(key, call)
         assert departed is not None  # or a run would have returned
         self._stop(call, _CHANGING, departed)

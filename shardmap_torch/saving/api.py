@@ -5,6 +5,7 @@ Ranks compare what they are called with before they begin; an error of one names
 
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,22 +138,21 @@ def load(
     Source: `torch.distributed.checkpoint.load`; `orbax.checkpoint.CheckpointManager.restore`.
     """
 
-    def read() -> _Arguments:
-        return _root(folder), *_by_type(tree)
-
     def describe(arguments: _Arguments) -> list[str]:
         return described(f"step {step}, partial {partial}", *arguments[1:], by_value=False)
 
-    root, tensors, values = compared("load", None, read, describe, _itself)
+    arguments = compared("load", None, lambda: (_root(folder), *_by_type(tree)), describe, _itself)
+    root, tensors, values = arguments
     chosen = on_first_rank(lambda: _choose(root, step))
-    where = folders.folder_of(root, chosen)
+    where = manifest.folder_of(root, chosen)
+
+    def describe_saved(saved: Manifest) -> list[str]:
+        return [f"a checkpoint of hash {zlib.crc32(saved.to_json().encode()):x}  # in {where}"]
 
     def find() -> Manifest:
-        saved = manifest.read(where)
-        _compare(where, saved, tensors, values, partial)
-        return saved
+        return _compare(where, manifest.read(where), tensors, values, partial)
 
-    saved = compared("load", None, find, _nothing, _itself)  # a rank may see another file system
+    saved = compared("load", None, find, describe_saved, _itself)  # a rank may see another folder
     new = {
         path: torch.empty_like(leaf, requires_grad=leaf.requires_grad)
         for path, leaf in tensors.items()
@@ -177,7 +177,7 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
         >>> latest(tempfile.mkdtemp()) is None
         True
     """
-    root = compared("latest", None, lambda: _root(folder), _nothing, _itself)
+    root = compared("latest", None, lambda: _root(folder), lambda _: (), _itself)
     return on_first_rank(lambda: max(folders.complete_steps(root), default=None))
 
 
@@ -186,11 +186,6 @@ _Arguments = tuple[Path, dict[str, Tensor], dict[str, Value]]
 
 def _itself(arguments: X) -> X:
     return arguments
-
-
-def _nothing(arguments: object) -> tuple[str, ...]:
-    """Describes nothing: the arguments of a rank are refused, or are those of all."""
-    return ()
 
 
 def _root(folder: str | os.PathLike[str]) -> Path:
@@ -203,10 +198,10 @@ def _choose(root: Path, step: int | None) -> int:
     chosen = step if step is not None else max(folders.complete_steps(root), default=None)
     if chosen is None:
         raise CheckpointError(f"There is no complete checkpoint in {root}.")
-    if not folders.folder_of(root, chosen).is_dir():
+    if not manifest.folder_of(root, chosen).is_dir():
         steps = sorted(folders.complete_steps(root))
         raise CheckpointError(f"There is no checkpoint of step {chosen} in {root}, only {steps}.")
-    manifest.read(folders.folder_of(root, chosen))
+    manifest.read(manifest.folder_of(root, chosen))
     return chosen
 
 
@@ -251,7 +246,7 @@ def _compare(
     tensors: dict[str, Tensor],
     values: dict[str, Value],
     partial: bool,
-) -> None:
+) -> Manifest:
     saved = {**contents.tensors, **contents.values}
     problems = [
         f"{path}: not in the checkpoint" for path in [*tensors, *values] if path not in saved
@@ -266,6 +261,7 @@ def _compare(
         problems += [f"{path}: not in the tree (partial=True allows this)" for path in extra]
     if problems:
         raise CheckpointError(listing(f"{where} holds another tree:", problems))
+    return contents
 
 
 def _show(leaf: Any) -> str:

@@ -27,11 +27,6 @@ _STEP: Final = re.compile(r"step-(\d{9,})")
 _UNFINISHED: Final = re.compile(r"step-\d{9,}\.unfinished-[0-9a-f]+")
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Returns the folder of a step."""
-    return root / f"step-{step:09}"
-
-
 class Writer:
     """The one job that writes into a folder of checkpoints; released when it ends or is killed."""
 
@@ -64,7 +59,7 @@ class Writer:
                 incomplete folder has its name.
         """
         self._lock()
-        final = folder_of(self._root, step)
+        final = manifest.folder_of(self._root, step)
         if final.exists():
             manifest.read(final)
             raise CheckpointError(
@@ -112,7 +107,7 @@ def commit(unfinished: Path, root: Path, step: int) -> Path:
             f"{error} All ranks must see the same folder: use a file system that they share."
         ) from error
     _sync(unfinished)
-    final = folder_of(root, step)
+    final = manifest.folder_of(root, step)
     unfinished.rename(final)
     _sync(root)
     return final
@@ -120,7 +115,7 @@ def commit(unfinished: Path, root: Path, step: int) -> Path:
 
 def prune(root: Path, keep: int) -> None:
     """Deletes all complete checkpoints but the newest `keep`."""
-    folders = [folder_of(root, step) for step in sorted(complete_steps(root))[:-keep]]
+    folders = [manifest.folder_of(root, step) for step in sorted(complete_steps(root))[:-keep]]
     for folder in folders:
         if folder.is_symlink():
             continue  # somebody keeps that checkpoint elsewhere

@@ -102,6 +102,11 @@ def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
+def folder_of(root: Path, step: int) -> Path:
+    """Returns the folder of a step."""
+    return root / f"step-{step:09}"
+
+
 def read(folder: Path) -> Manifest:
     """Reads and validates the manifest of a complete checkpoint.
 
@@ -121,6 +126,8 @@ def read(folder: Path) -> Manifest:
         manifest = _parse(json.loads(text))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise _incomplete(folder, f"{FILE} is damaged: {error}") from error
+    if folder.name.partition(".")[0] != folder_of(folder, manifest.step).name:
+        raise _incomplete(folder, f"{FILE} is of step {manifest.step}")
     for name, size in manifest.sizes().items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
@@ -204,14 +211,12 @@ def _dict(raw: Any) -> dict[str, Any]:
 
 
 def _size(raw: Any) -> int:
-    if not (type(raw) is int and raw >= 0):
-        raise ValueError(f"{raw!r:.80} is no size")
-    return raw
+    _require(type(raw) is int and raw >= 0, f"{raw!r:.80} is no size")
+    return int(raw)
 
 
 def _sizes(raw: Any) -> tuple[int, ...]:
-    if not isinstance(raw, list):
-        raise ValueError(f"{raw!r:.80} is no list of sizes")
+    _require(isinstance(raw, list), f"{raw!r:.80} is no list of sizes")
     return tuple(map(_size, raw))
 
 

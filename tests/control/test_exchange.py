@@ -44,7 +44,8 @@ def connect() -> Iterator[Callable[[int], list[Exchange]]]:
 
 def begin(rank: Exchange, number: int, values: Values, timeout: timedelta = TIMEOUT) -> Comparison:
     pairs = [NONE if value is None else (value, value) for value in values]
-    return rank.begin(number, [low for low, _ in pairs], [high for _, high in pairs], timeout)
+    low, high = zip(*pairs, strict=True)
+    return Comparison(rank, number, low, high, timeout)
 
 
 def compare(ranks: list[Exchange], number: int, values: list[Values]) -> list[list[bool]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from shardmap_torch.saving import latest, manifest
-from shardmap_torch.saving.folders import folder_of
 
 REPO = Path(__file__).parent.parent.parent
 STEPS = 30
@@ -40,21 +39,21 @@ def workers(agent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
 
 
+def steps(folder: Path) -> set[str]:
+    return set(os.listdir(folder / "saved")) if (folder / "saved").exists() else set()
+
+
 def kill_at_random(agent: "subprocess.Popen[bytes]", folder: Path, kills: int, seed: int) -> int:
     """Kills a random worker at random moments of the training; returns how many were killed."""
     random_ = random.Random(seed)
     killed = 0
     while killed < kills and agent.poll() is None:
         # From a while before the first step of a start to a while after it.
-        before = set(os.listdir(folder / "saved")) if (folder / "saved").exists() else set()
-        patience = time.monotonic() + 60
-        while time.monotonic() < patience and agent.poll() is None:
-            now = set(os.listdir(folder / "saved")) if (folder / "saved").exists() else set()
-            if now - before:
-                break
+        before, patience = steps(folder), time.monotonic() + 240
+        while not steps(folder) - before and time.monotonic() < patience and agent.poll() is None:
             time.sleep(0.01)
         time.sleep(random_.uniform(0, 0.3))
-        if f"step-{STEPS:09}" in os.listdir(folder / "saved"):
+        if f"step-{STEPS:09}" in steps(folder):
             break
         victims = workers(agent.pid)
         if victims:
@@ -68,7 +67,7 @@ def kill_at_random(agent: "subprocess.Popen[bytes]", folder: Path, kills: int, s
 def results(folder: Path) -> tuple[list[float], dict[str, int], dict[str, bytes]]:
     """The losses, and the bytes of the last checkpoint."""
     losses: list[float] = json.loads((folder / "losses.json").read_text())
-    last = folder_of(folder / "saved", STEPS)
+    last = manifest.folder_of(folder / "saved", STEPS)
     return losses, manifest.read(last).sizes(), {p.name: p.read_bytes() for p in last.iterdir()}
 
 

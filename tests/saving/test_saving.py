@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -189,6 +190,10 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda f: (f / "rank-00000.bin").unlink(), "rank-00000.bin is missing"),
     (truncate, "rank-00000.bin has 3 bytes of 16"),
     (
+        lambda f: shutil.copy(f.with_name("step-000000001") / manifest.FILE, f),
+        "checkpoint.json is of step 1",
+    ),
+    (
         lambda f: edit(f, lambda m: m.update(format="other")),
         "checkpoint.json is damaged: its format is 'other', not 'shardmap_torch checkpoint 2'",
     ),
@@ -334,23 +339,27 @@ def calls_differ(folder: Path) -> list[str]:
         lambda: save({"x": x, "lr": 0.1 * (1 + rank)}, folder, 1),
         lambda: save({"x": x if rank == 0 else object()}, folder, 1),
         lambda: save({"x": x}, str(folder) + "\0" * rank, 1),
+        lambda: load({"x": x}, folder / str(rank)),
     ]
     return [text_of(call).replace(str(folder), "FOLDER") for call in calls]
 
 
 def test_calls_that_differ_between_ranks_are_named_on_all(gloo: Gloo, tmp_path: Path) -> None:
+    for rank in range(2):
+        save({"x": torch.full([4], float(rank))}, tmp_path / str(rank), 7)
     first, second = gloo(2).run(calls_differ, tmp_path)
-    differs = "save: processes run different programs. The first difference:\n  rank 0: "
+    differs = ": processes run different programs. The first difference:\n  rank 0: "
     expected = [
         "step 1, keep None\n  rank 1: step 2, keep None",
         "tree['x']: float32[4], hash 25961d57\n  rank 1: tree['x']: float32[4], hash e5283cc3",
         "tree['lr']: 0.1\n  rank 1: tree['lr']: 0.2",
         "object()}, folder, 1),\n  rank 1: save is rejected: These leaves cannot be in a",
         "1),\n  rank 1: save is rejected: 'FOLDER\\x00' is no name of a folder: it has a NUL byte.",
+        "# in FOLDER/0/step-000000007\n  rank 1: a checkpoint of hash ",
     ]
     for errors in (first, second):
         for error, text in zip(errors, expected, strict=True):
-            assert error.startswith(differs)
+            assert error.removeprefix("load").removeprefix("save").startswith(differs)
             assert text in error
     assert latest(tmp_path) is None
 

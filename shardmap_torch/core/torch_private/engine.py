@@ -15,6 +15,7 @@ from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
 from torch._C import _functorch as functorch
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_data_pointer
 from torch._C import _vmapmode_decrement_nesting as leave_vmapmode

@@ -24,7 +24,7 @@ from shardmap_torch.core.dtensors import dtensor_class
 from shardmap_torch.core.functorch import base_of, tangents
 from shardmap_torch.core.hashing import Bits, has_bits
 from shardmap_torch.core.source_location import Site, call_site, site_calling
-from shardmap_torch.core.torch_private.engine import forward_level
+from shardmap_torch.core.torch_private import engine
 from shardmap_torch.errors import show_shape
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.agree import posting_errors
@@ -41,9 +41,8 @@ class EqualValues:
         """Has all bits compared in each call if `always`."""
         self._always, self._calls = always, 0
         self._known: set[Any] = set()
-        self._newest: object = None
+        self._newest, self._era = object(), object()
         self._plain: list[int] = []
-        self._era: object = None
 
     def of(
         self, call: Call, control: Control, closures: Sequence[Tensor] = ()
@@ -60,7 +59,7 @@ class EqualValues:
             return None
         self._calls += 1
         leaves, dtensor = call.leaves, dtensor_class()
-        plain = [at for at in call.crossing if type(leaves[at]) is not dtensor]
+        plain = [at for at in call.match.crossing if type(leaves[at]) is not dtensor]
         is_new = call.match is not self._newest or plain != self._plain
         if is_new or control.era is not self._era:
             is_new = self._is_new(call, plain, control)
@@ -91,63 +90,65 @@ class ValuesOfCall:
         shards: a hash of this rank's copies of each shard of DTensors, or None.
     """
 
+    is_late = False
+    shards: Sequence[int | None] = ()
+    _bits: Bits | None = None
+    _copied: Sequence[int] = ()
+    _site: Site | None = None
+
     def __init__(
         self, call: Call, positions: Sequence[int], closures: Sequence[Tensor], turn: int | None
     ) -> None:
         """Begins to read the bits at some positions: all without a turn, or else a sample."""
         self._call, self._turn = call, turn
-        self._site: Site | None = None
+        self._is_altered = engine.top_saved_tensors_hooks(True) is not None
+        if engine.num_dispatch_modes():  # torch's own count, or log
+            modes = engine.dispatch_mode_stack()
+            self._is_altered |= any(type(x).__module__[:6] != "torch." for x in modes)
         self._copies: list[_Copy] = []
-        dtensor = dtensor_class()
-        self._places: list[int] = []
-        self._plain: list[Tensor] = []
-        for position in positions:
-            x: Any = base_of(call.leaves[position])
-            if isinstance(x, dtensor):
-                copy = None if turn else _copy_of(position, x)
-                self._copies += [] if copy is None else [copy]
-            elif has_bits(x):
-                self._places.append(position)
-                self._plain.append(x)
-                if forward_level() >= 0:
-                    self._add_tangents(position)
-        read = [x for x in closures if has_bits(x)]
-        self._places += [_CLOSED_OVER] * len(read)
-        self._plain += read
-        self._bits = Bits(self._plain, turn) if self._plain else None
-        self._copied: Sequence[int] = ()
-        self.shards: Sequence[int | None] = ()
+        self._values: list[tuple[int, Tensor]] = []
+        if positions:
+            self._add(positions)
+        self._values += [(_CLOSED_OVER, x) for x in closures if has_bits(x)]
+        if self._values:
+            self._bits = Bits([x for _, x in self._values], turn)
         if self._copies:
             self._copied = Bits([each.local for each in self._copies], turn).digests()
             self.shards = _by_shard(self._copies, self._copied)
-        self.is_late = turn is not None and self._bits is not None and self._bits.is_late
-        if self.is_late:
-            self._site = call_site()
+        if turn is not None and self._bits is not None and self._bits.is_late:
+            self.is_late, self._site = True, call_site()
             self._free()
 
-    def _add_tangents(self, position: int) -> None:
-        """Adds those of forward mode, which are as global as their value."""
-        found = [base_of(tangent) for _, tangent in tangents(self._call.leaves[position])]
-        self._plain += found
-        self._places += [_TANGENT + position] * len(found)
+    def _add(self, positions: Sequence[int]) -> None:
+        """Adds the values at some positions, and tangents of forward mode, which are as global."""
+        dtensor, is_forward = dtensor_class(), engine.forward_level() >= 0
+        for position in positions:
+            x: Any = base_of(self._call.leaves[position])
+            if isinstance(x, dtensor):
+                copy = None if self._turn else _copy_of(position, x)
+                self._copies += [] if copy is None else [copy]
+            elif has_bits(x):
+                self._values.append((position, x))
+                for _, tangent in tangents(self._call.leaves[position]) if is_forward else ():
+                    self._values.append((_TANGENT + position, base_of(tangent)))
 
     def _free(self) -> None:
         """Lets arguments be freed before the next call, which may have new ones in their place."""
-        pairs = zip(self._places, self._plain, strict=True)
-        self._plain = [x if at == _CLOSED_OVER else x.to("meta") for at, x in pairs]
+        self._values = [(at, x if at == _CLOSED_OVER else x.to("meta")) for at, x in self._values]
         self._call = replace(self._call, leaves=())
 
     def digest(self) -> int:
         """Hashes the bits of plain tensors, and which they are."""
-        if self._bits is None:
-            return self._turn or 0
-        return hash((self._turn or 0, self._bits.digest(), *self._places))
+        bits = 0 if self._bits is None else self._bits.digest()
+        return hash((self._turn or 0, self._is_altered, bits, *[at for at, _ in self._values]))
 
     def kinds(self) -> Iterator[str]:
         """Yields lines that say how each value is compared."""
-        yield "  values: " + ("all bits" if self._turn is None else f"a sample, {self._turn}")
+        which = "all bits" if self._turn is None else f"a sample, {self._turn}"
+        yield f"  values: {which}" + ", under saved_tensors_hooks or own modes" * self._is_altered
+        places = {at for at, _ in self._values}
         for position in self._call.crossing:
-            kind = "a plain tensor" if position in self._places else "a DTensor, or without data"
+            kind = "a plain tensor" if position in places else "a DTensor, or without data"
             yield f"  {self._call.match.paths[position]}: {kind}"
 
     def rows(self) -> list[Value]:
@@ -155,7 +156,7 @@ class ValuesOfCall:
         found = site_calling(posting_errors.__code__) if self._site is None else self._site
         site = "" if found is None else f" at {found}"
         rows, digests = [], [] if self._bits is None else self._bits.digests()
-        for position, x, digest in zip(self._places, self._plain, digests, strict=True):
+        for (position, x), digest in zip(self._values, digests, strict=True):
             path, what, repair = self._described(position, x)
             rows.append(Value(path, what, "", f"{digest:x}", repair, site, True))
         for copy, digest in zip(self._copies, self._copied, strict=True):

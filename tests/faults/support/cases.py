@@ -2,12 +2,10 @@
 
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -112,12 +110,6 @@ def left_out(k: Kit) -> None:
     k.double(X)
 
 
-def one_more(k: Kit) -> None:
-    for _ in range(3 if k.odd else 2):
-        k.sum(X)
-    k.double(X)
-
-
 def other_known_shape(k: Kit) -> None:
     k.sum(torch.ones(16 if k.odd else 8, 4))
 
@@ -128,10 +120,6 @@ def other_gather_size(k: Kit) -> None:
 
 def other_new_shape(k: Kit) -> None:
     k.sum(torch.ones(24 if k.odd else 32, 4))
-
-
-def other_dtype(k: Kit) -> None:
-    k.sum(X.double() if k.odd else X.half())
 
 
 def other_in_specs(k: Kit) -> None:
@@ -166,16 +154,6 @@ def unchecked_other_order(k: Kit) -> None:
     f.__name__ = g.__name__ = "f"
     for known in (f, g):
         known(X if not k.odd else X[:4])
-
-
-def gradient_on_one(k: Kit) -> None:
-    k.sum(X.clone().requires_grad_(k.odd))
-
-
-def grad_mode_on_one(k: Kit) -> None:
-    x = X.clone().requires_grad_()
-    with torch.no_grad() if k.odd else nullcontext():
-        k.sum(x)
 
 
 def autocast_on_one(k: Kit) -> None:
@@ -222,13 +200,6 @@ def error_in_a_body(k: Kit) -> None:
 def error_between_collectives(k: Kit) -> None:
     with bad_data(k):
         k.failing_late(X)
-    k.sum(X)
-
-
-def error_that_is_caught(k: Kit) -> None:
-    with suppress(ValueError), bad_data(k):
-        k.failing(X)
-    k.sum(X)
     k.sum(X)
 
 
@@ -335,14 +306,6 @@ def unchecked_other_values(k: Kit) -> None:
     f(X + k.odd)
 
 
-def closed_over_other_values(k: Kit) -> None:
-    scale = torch.ones(4)
-    f = k.map(lambda x: all_reduce((x * scale).sum(), k.axes, dst=I))
-    f(X)
-    scale += k.odd
-    f(X)
-
-
 def replayed_other_values(k: Kit) -> None:
     f = k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I), replay=True)
     for step in range(4):
@@ -358,14 +321,6 @@ def a_copy_of_a_shard_differs(k: Kit) -> None:
 def a_dtensor_on_one(k: Kit) -> None:
     x = device_put(X, k.mesh, P(k.axes))
     k.gather(x if k.odd else X)
-
-
-def a_setting_on_one(k: Kit) -> None:
-    with mock.patch.dict(os.environ):
-        os.environ.pop("SHARDMAP_DEBUG", None)
-        if k.odd:
-            os.environ["SHARDMAP_DEBUG"] = "1"
-        k.gather(X)
 
 
 def compiled_other_order(k: Kit) -> None:
@@ -395,15 +350,6 @@ def other_placing(k: Kit) -> None:
 def full_of_another(k: Kit) -> None:
     one, two = k.map(lambda x: x * 2, out=P(k.axes))(X), k.map(lambda x: x, out=P(k.axes))(X)
     full(two if k.odd else one)
-
-
-def a_thread_beside(k: Kit) -> None:
-    if k.odd:
-        thread = threading.Thread(target=k.double, args=(X,))
-        thread.start()
-        thread.join()
-    k.sum(X)
-    k.gather(X)
 
 
 CASES: Mapping[str, Callable[[Kit], None]] = {

@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import TCPStore
 
 from examples import train_gpt
 from shardmap_torch.saving import latest, manifest
-from shardmap_torch.saving.folders import folder_of
 
 STEPS: Final = 24
 _SIZES: Final = "--length 8 --width 16 --heads 2 --hidden 16 --layers 1 --batch 4"
@@ -100,7 +99,7 @@ def wait(pids: Sequence[int], seconds: float = _LIMIT) -> list[int | None]:
 def results(folder: Path) -> tuple[object, dict[str, bytes]]:
     """The losses, and the bytes of the last checkpoint."""
     losses = json.loads((folder / "losses.json").read_text())
-    last = folder_of(folder / "saved", STEPS)
+    last = manifest.folder_of(folder / "saved", STEPS)
     return (losses, manifest.read(last).sizes()), {p.name: p.read_bytes() for p in last.iterdir()}
 
 

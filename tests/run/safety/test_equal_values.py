@@ -1,6 +1,7 @@
 """Values that must be equal on ranks, and are not, are refused by name, with a repair."""
 
 import re
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch import (
     CollectiveMismatchError,
@@ -214,14 +216,24 @@ def test_copies_of_a_shard_are_compared_where_ranks_have_one(gloo: Gloo) -> None
     assert gloo(4).run(copies, False) == [["runs"] * 3] * 4
 
 
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+AROUND: dict[str, Any] = {"hooks": torch.autograd.graph.save_on_cpu, "a mode": Mode}
+
+
 def in_another_form(which: str) -> str:
     mesh, f = mapped()
     x: Any = torch.ones(4)
     f(torch.ones(1), x)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         placed = device_put(x, mesh, P("dp"))
         if mesh.rank == 1 and which == "a DTensor":
             x = placed
+        elif mesh.rank == 1 and which in AROUND:
+            stack.enter_context(AROUND[which]())
         elif mesh.rank == 1:
             patch.setenv("SHARDMAP_DEBUG", which)
         with pytest.raises(CollectiveMismatchError) as error:
@@ -231,10 +243,15 @@ def in_another_form(which: str) -> str:
 
 def test_ranks_that_compare_in_other_ways_are_named(gloo: Gloo) -> None:
     """Shows that hashes never travel in the place of the body's numbers."""
+    sample = "values: a sample, 2"
     for which, one, two in (
-        ("a DTensor", "values: a sample, 2", "values: all bits"),
-        ("0", "values: a sample, 2", "its end"),
-        ("1", "values: a sample, 2", "values: all bits"),
+        ("a DTensor", sample, "values: all bits"),
+        ("0", sample, "its end"),
+        ("1", sample, "values: all bits"),
+        *(
+            (around, sample, f"{sample}, under saved_tensors_hooks or own modes")
+            for around in AROUND
+        ),
     ):
         for told in gloo(2).run(in_another_form, which):
             assert told.splitlines()[1:3] == [f"  rank 0: {one}", f"  rank 1: {two}"]
