@@ -7,8 +7,7 @@ None derives from TypeError: raised inside `a + b`, Python replaces a TypeError 
 from collections.abc import Sequence, Set
 from typing import Final
 
-from shardmap_torch.report.page import Page, Shown
-from shardmap_torch.report.refusal import page_of_error
+from shardmap_torch.report.page import Page, Shown, page_of_error
 
 
 class ShardMapError(Shown, Exception):

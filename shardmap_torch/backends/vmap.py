@@ -180,9 +180,6 @@ class BatchedBackend(WithoutAutomaticAxes):
         if movement.still:
             others = (*markers[:level], *markers[level + 1 :])
             return self._same(staged.operation, x, x_dim, axis, others)
-        total = sum_of(operation, x)
-        if total is not None:
-            return total, None if movement.equal else 0
         if x_dim is not None:
             x = x.movedim(x_dim, 0)
         opened = Staged(

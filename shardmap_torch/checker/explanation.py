@@ -16,8 +16,7 @@ from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.report.page import Entry, Line, Page, Shown, Table
-from shardmap_torch.report.refusal import page_of_error
+from shardmap_torch.report.page import Entry, Line, Page, Shown, Table, page_of_error
 from shardmap_torch.report.units import show_bytes, show_seconds
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType

@@ -233,9 +233,6 @@ class Started(Linear):
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
         return self.collective.pull_back(bind, grad, saved)
 
-    def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:
-        return self.collective.push_forward(bind, tangent, saved)
-
 
 def collective_of(
     name: str, src: AxisType, dst: AxisType, axes: tuple[str, ...], **arguments: Any

@@ -134,7 +134,6 @@ def psum_scatter(
     call = read("psum_scatter", axis_name, src, axis_index_groups, _ANY)
 
     def one(leaf: Tensor) -> Tensor:
-        leaf = leaf.to(torch.int64) if leaf.dtype == torch.bool else leaf
         leaf = call.varying(leaf)
         return ops.reduce_scatter(leaf, call.axes, dim=scatter_dimension, tiled=tiled)
 
