@@ -1,7 +1,7 @@
 """Assertions for tests of sharded layers; `testing.plugin` has fixtures for pytest."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ def assert_equals_one_device(
 ) -> None:
     """Asserts that a sharded function has the results and gradients of one on one device.
 
-    Both run in float64, where rounding hides nothing: tensors of `args` are converted, and all that
-    can have a gradient get one, for random cotangents of the results. Use a mesh of
-    `simulate="ranks"`, as the fixture `simulated_mesh` makes, for what each real rank computes.
+    Both run in float64, where rounding hides nothing: tensors of `args` are converted, torch's
+    default dtype is float64 meanwhile, and all that can have a gradient get one, for random
+    cotangents of the results. Use a mesh of `simulate="ranks"`, as the fixture `simulated_mesh`
+    makes, for what each real rank computes.
 
     Args:
         f: a shard_mapped function; or a body, with `in_specs` and `out_specs`.
@@ -65,7 +66,11 @@ def assert_equals_one_device(
     __tracebackhide__ = True  # pytest shows the test's line
     if out_specs is not None:
         f = shard_map(f, in_specs=in_specs, out_specs=out_specs, mesh=mesh, check=check)
-    with nullcontext() if mesh is None else use_mesh(mesh):
+    with ExitStack() as after:
+        if mesh is not None:
+            after.enter_context(use_mesh(mesh))
+        after.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
         expected = _values(one_device, args, seed)
         found = _values(f, args, seed)
         faults = _faults(found, expected)

@@ -34,13 +34,11 @@ def mlp(weights: Weights, x: Tensor) -> Tensor:
 
 
 def twice(weights: Weights, x: Tensor) -> Tensor:
-    h = torch.relu(convert(x, "tp", src=I, dst=R) @ weights["up"])
-    return 2 * all_reduce(h @ weights["down"], "tp", dst=I)
+    return 2 * mlp(weights, x)
 
 
 def detached(weights: Weights, x: Tensor) -> Tensor:
-    h = torch.relu(convert(x, "tp", src=I, dst=R) @ weights["up"].detach())
-    return all_reduce(h @ weights["down"], "tp", dst=I)
+    return mlp({**weights, "up": weights["up"].detach()}, x)
 
 
 def reference(weights: Weights, x: Tensor) -> Tensor:
@@ -61,6 +59,17 @@ def test_a_right_layer_passes_as_a_function_and_as_a_body(
     assert_equals_one_device(mlp, reference, *inputs(), mesh=mesh, check="global", **SPECS)
 
 
+def test_tensors_that_a_layer_makes_itself_are_float64_too(
+    simulated_mesh: Callable[..., Mesh],
+) -> None:
+    def rolled(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda weights, x: f(weights, x @ torch.eye(6).roll(1))
+
+    mesh = simulated_mesh(dp=2, tp=2)
+    assert_equals_one_device(rolled(mlp), rolled(reference), *inputs(), mesh=mesh, **SPECS)
+    assert torch.get_default_dtype() is torch.float32
+
+
 def test_a_body_is_checked_as_strictly_as_it_is_asked(
     simulated_mesh: Callable[..., Mesh],
 ) -> None:
@@ -69,13 +78,10 @@ def test_a_body_is_checked_as_strictly_as_it_is_asked(
 
     args = (torch.randn(4, 3), torch.ones(3))
     specs: Any = {"mesh": simulated_mesh(dp=2), "in_specs": (P("dp"), P()), "out_specs": P()}
-
-    def on_one_device(x: Tensor, b: Tensor) -> Tensor:
-        return x.sum(0) + 2 * b
-
-    assert_equals_one_device(biased, on_one_device, *args, **specs)
+    pair = biased, lambda x, b: x.sum(0) + 2 * b
+    assert_equals_one_device(*pair, *args, **specs)
     with pytest.raises(ShardTypeError, match="counted once per rank"):
-        assert_equals_one_device(biased, on_one_device, *args, check="global", **specs)
+        assert_equals_one_device(*pair, *args, check="global", **specs)
 
 
 def test_a_wrong_result_is_told_with_the_line(simulated_mesh: Callable[..., Mesh]) -> None:
@@ -83,7 +89,7 @@ def test_a_wrong_result_is_told_with_the_line(simulated_mesh: Callable[..., Mesh
     with pytest.raises(AssertionError) as caught:
         assert_equals_one_device(twice, reference, *inputs(), mesh=mesh, **SPECS)
     lines = str(caught.value).splitlines()
-    line = twice.__code__.co_firstlineno + 2
+    line = twice.__code__.co_firstlineno + 1
     assert lines[0] == "twice is not what one device computes:"
     assert [text.partition(";")[0] for text in lines[1:5]] == [
         "  result",
