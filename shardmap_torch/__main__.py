@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
@@ -124,7 +124,9 @@ def _run(options: argparse.Namespace) -> int:
         try:
             if options.command == "estimate":
                 return _estimate(options, function, args, kwargs)
-            found = _ask(options.command, function, args, kwargs, options.strictness)
+            program = program_of(verdict_on(function, args, kwargs, options.strictness))
+            asked = options.command == "explain"
+            found: Program | Explanation = explain(function, *args, **kwargs) if asked else program
         except (MeshError, TransformError) as error:
             raise UsageError(str(error)) from None
         except ShardMapError as error:
@@ -175,17 +177,6 @@ def _read_hardware(name: str) -> Hardware:
         raise UsageError(str(error)) from None
 
 
-def _ask(
-    command: str,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    strictness: Literal["local", "global"] | None,
-) -> Program | Explanation:
-    program = program_of(verdict_on(function, args, kwargs, strictness))
-    return explain(function, *args, **kwargs) if command == "explain" else program
-
-
 def _write(options: argparse.Namespace, data: Mapping[str, Any], text: str, shown: Shown) -> None:
     print(json.dumps(data, indent=2) if options.json else text)
     if options.html is not None:
@@ -230,13 +221,12 @@ def _module(file: str) -> ModuleType:
 
 def _attribute(module: ModuleType, name: str) -> Callable[..., Any]:
     try:
-        found: Any = reduce(getattr, name.split("."), module)
+        found: Callable[..., Any] = reduce(getattr, name.split("."), module)
     except AttributeError:
-        raise UsageError(f"{module.__name__} has no {name}.") from None
+        raise UsageError(f"{module.__name__} has no name {name!r}.") from None
     if not callable(found):
         raise UsageError(f"{name} is no function, but {show(found)}.")
-    function: Callable[..., Any] = found
-    return function
+    return found
 
 
 def _read_mesh(text: str) -> Mesh:

@@ -91,7 +91,7 @@ def test_explain_and_trace_print_text_or_json(called: Any) -> None:
 BAD: list[tuple[list[str], str]] = [
     (["check mlp"], "'mlp' names no function; write FILE:FUNCTION, as train.py:step."),
     (["check gone.py:mlp"], "there is no file gone.py."),
-    (["check steps.py:gone"], "steps has no gone."),
+    (["check steps.py:gone"], "steps has no name 'gone'."),
     (["check steps.py:number"], "number is no function, but 3."),
     (["check gone_module:f"], "gone_module cannot be loaded: ModuleNotFoundError: No module named"),
     (

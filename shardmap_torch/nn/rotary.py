@@ -53,8 +53,7 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Computes the cosines and sines of `rotary`'s angles, once for all layers.
 
-    Shape: positions [..., t] gives twice [..., t, 1, width/2]. Types: those of positions. Sends
-    nothing.
+    Shape: positions [..., t] gives twice [..., t, 1, width/2]. Types: as positions. Sends nothing.
 
     Args:
         positions: as in `rotary`.

@@ -269,8 +269,9 @@ class _ParallelCall:
             f"{type(self._module).__name__}: the forward fails on the shards that one of the "
             f"{self._mesh.shape[axis]} ranks of {axis!r} has: {error}\n"
             + (f"  at {site}\n" if site is not None else "")
-            + "Fix: numbers of heads or groups must divide over the ranks, and code must reshape "
-            "by local sizes, as in view(b, t, -1, head_dim)."
+            + "Fix: choose heads or groups that divide over the ranks, name modules that take "
+            "shards in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by "
+            'attributes that it names, as {"layers.*.attn": LocalAttributes("num_heads")}.'
         )
 
     def _use(

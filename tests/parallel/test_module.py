@@ -179,8 +179,9 @@ def test_uneven_heads_are_an_error_that_says_where() -> None:
     )
     assert text.splitlines()[1].startswith("  at models.py:")
     assert text.splitlines()[2] == (
-        "Fix: numbers of heads or groups must divide over the ranks, and code must reshape by "
-        "local sizes, as in view(b, t, -1, head_dim)."
+        "Fix: choose heads or groups that divide over the ranks, name modules that take "
+        "shards in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by "
+        'attributes that it names, as {"layers.*.attn": LocalAttributes("num_heads")}.'
     )
 
 
