@@ -253,8 +253,8 @@ def check_rank_program(
     """Checks a function that is written for one rank, as for torchrun, without running it.
 
     It may call `torch.distributed` on groups that `axis_group` returns, ask these for ranks and
-    sizes, and return early for one rank. Nothing is said about sharding but specs of arguments and
-    results.
+    sizes, and return early for one rank. The specs of its arguments and results are all that it
+    says about sharding.
 
     Args:
         f: the function of one rank.

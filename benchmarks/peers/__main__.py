@@ -29,13 +29,13 @@ Samples = dict[str, list[tuple[float, float]]]
 
 INTRODUCTION: Final = """# Beside its peers
 
-One run of the same small problems in shardmap_torch, PyTorch's own ways and JAX, each in a process
-of its own on the CPU, one after the other. *A call* is the identity of so many leaves of 8 numbers
-on one rank: DTensors for `local_map` and ours, arrays for JAX. *The MLP* is relu(x @ w1) @ w2 with
-x [64, 512] and 2048 hidden features in float32, tensor-parallel over 8 ranks that are simulated in
-one process: by vmap or by threads (ours), as DTensors under torch's LocalTensorMode, or on 8 host
-devices (JAX). Results are compared before anything is timed. A jitted function of JAX is compiled
-before it is timed, and takes no other shapes.
+The same small problems in shardmap_torch, in PyTorch's own ways and in JAX, each in a process of
+its own on the CPU, one after the other. *A call* is the identity function of a number of tensors
+(leaves) of 8 numbers, on one rank: DTensors for `local_map` and ours, arrays for JAX. *The MLP*
+is relu(x @ w1) @ w2 with x [64, 512] and 2048 hidden features in float32, tensor-parallel over 8
+ranks that are simulated in one process: by vmap or by threads (ours), as DTensors under torch's
+LocalTensorMode, or on 8 host devices (JAX). Results are compared before anything is timed. A
+jitted function of JAX is compiled before it is timed, and takes no other shapes.
 """
 
 

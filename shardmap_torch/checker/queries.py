@@ -84,9 +84,9 @@ def types_in_check(interpreter: Interpreter, x: Tensor) -> dict[str, AxisType]:
 def assert_type(x: X, types: Mapping[str, TypeLike] | TypeLike) -> X:
     """Requires that `x` has these types, checked when the body is interpreted; returns `x`.
 
-    One type without an axis is meant along all axes that are bound. An input whose spec leaves an
-    axis open is compared with the type that its gradient gives it in the end. Other values that are
-    equal on all ranks and through which no gradient flows are neither I nor R, and pass for both.
+    A single type, without an axis, is required along every bound axis. An input whose spec leaves
+    an axis open is compared with the type that its gradient gives it in the end. Other values that
+    are equal on all ranks and get no gradient are neither I nor R, and pass for both.
     Shape of `x`: any. Sends nothing; at run time it does nothing.
 
     Raises:
