@@ -221,12 +221,13 @@ def _module(file: str) -> ModuleType:
 
 def _attribute(module: ModuleType, name: str) -> Callable[..., Any]:
     try:
-        found: Callable[..., Any] = reduce(getattr, name.split("."), module)
+        found: Any = reduce(getattr, name.split("."), module)
     except AttributeError:
         raise UsageError(f"{module.__name__} has no name {name!r}.") from None
     if not callable(found):
         raise UsageError(f"{name} is no function, but {show(found)}.")
-    return found
+    function: Callable[..., Any] = found
+    return function
 
 
 def _read_mesh(text: str) -> Mesh:
