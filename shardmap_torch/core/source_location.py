@@ -31,6 +31,9 @@ _OWN: Final = (
     "<",
 )
 
+_RUNS_BODY: Final = "checker/verify/interpretation.py"
+"""The file whose functions call bodies in a check."""
+
 _LIBRARY: Final = sysconfig.get_path("stdlib") + "/"
 """Python's own; installed packages lie below it too, but for those in a virtual environment."""
 
@@ -140,6 +143,12 @@ def call_sites() -> tuple[Site, ...]:
         found.append(_site(frame.f_code.co_filename, frame.f_lineno))
         frame = _users(frame.f_back)
     return tuple(found)
+
+
+def frames_in_body() -> Iterator[FrameType]:
+    """Yields the frames of the body that a check runs, the innermost first."""
+    outwards = _outwards(sys._getframe(1))
+    return takewhile(lambda each: not each.f_code.co_filename.endswith(_RUNS_BODY), outwards)
 
 
 def is_called_by(codes: Collection[CodeType]) -> bool:

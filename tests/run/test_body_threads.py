@@ -1,5 +1,6 @@
 """A body that starts threads is told what they may not do."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -32,12 +33,12 @@ def on_a_thread(work: Callable[[], Tensor]) -> Tensor:
 
 def test_a_collective_on_a_thread_of_the_body_is_refused() -> None:
     mesh = make_mesh((2,), ("tp",), kind="simulated")
-    f = shard_map(
-        lambda x: on_a_thread(lambda: all_reduce(x.sum(), "tp", dst=I)),
-        mesh=mesh,
-        in_specs=P("tp"),
-        out_specs=P(),
-    )
+
+    def body(x: Tensor) -> Tensor:
+        total = x.sum()
+        return on_a_thread(lambda: all_reduce(total, "tp", dst=I))
+
+    f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())
     with pytest.raises(CollectiveError) as error:
         f(torch.ones(4))
     assert str(error.value) == (
@@ -56,6 +57,33 @@ def test_a_gradient_on_a_thread_of_the_body_is_refused() -> None:
     f = shard_map(body, mesh=mesh, in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"))
     with pytest.raises(TransformError, match="runs on the thread 'helper' that the body has"):
         f(torch.randn(4, 8), torch.randn(8, 4, requires_grad=True))
+
+
+@pytest.mark.parametrize("strictness", [True, "global"])
+def test_what_a_thread_does_is_refused_where_its_error_is_lost(strictness: Any) -> None:
+    def body(x: Tensor) -> Tensor:
+        found = [1.0]
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                found[0] = 3.0 if x.sum() > 0 else 5.0
+
+        thread = threading.Thread(target=ask, name="helper")
+        thread.start()
+        thread.join()
+        return all_reduce(found[0] * x.sum(), "tp", dst=I)
+
+    def writing(x: Tensor) -> Tensor:
+        y = x.clone()
+        with contextlib.suppress(Exception):
+            on_a_thread(lambda: y.mul_(len(x)))
+        return all_reduce(y.sum(), "tp", dst=I)
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    for each in (body, writing):
+        f = shard_map(each, mesh=mesh, in_specs=P("tp"), out_specs=P(), check=strictness)
+        with pytest.raises(TransformError, match="runs on the thread 'helper' that the body has"):
+            f(torch.ones(4))
 
 
 def test_rank_threads_end_where_their_start_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

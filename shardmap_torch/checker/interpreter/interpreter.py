@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
+    FakeTensorMode,
     current_autograd_node,
     disable_current_modes,
     functorch,
@@ -138,10 +139,9 @@ class TypeStore:
             what gradients have been switched to in it; else None.
     """
 
-    def __init__(self, name: str, axes: Sequence[str], env: "ShapeEnv | None") -> None:
+    def __init__(self, name: str, axes: Sequence[str], fake: FakeTensorMode) -> None:
         """Starts without tensors; `name` is that of the body in errors."""
-        self.name, self.axes = name, axes
-        self.fake = fake_mode(env)
+        self.name, self.axes, self.fake = name, axes, fake
         self.observer: Observer = UNOBSERVED
         self.body: Callable[..., Any] | None = None
         self.closures: dict[int, Tensor] = {}
@@ -150,7 +150,6 @@ class TypeStore:
         self.types_by_storage: dict[int, StorageType] = {}
         self.remembered = Remembered()
         self.is_paused = False
-        self._thread = threading.get_ident()
         self.applies = False
         self.ending_levels: frozenset[int] = frozenset()
         self._differentiated: set[int] = set()
@@ -232,13 +231,6 @@ class TypeStore:
                 return known
         storage = self.fakify(base_of(tensor)).untyped_storage()
         found = self.types_by_storage.get(storage._cdata)
-        if found is None and threading.get_ident() != self._thread:
-            thread = threading.current_thread().name
-            raise TransformError(
-                f"{self.name}: {call_site()} runs on the thread {thread!r} that the body has "
-                "started. What a body does on other threads cannot be checked; do it on the thread "
-                "that runs the body."
-            )
         if found is None:
             raise AssertionError(
                 f"{self.name}: a tensor without a type reached {call_site()}; this is a defect of "
@@ -462,7 +454,7 @@ class Interpreter(TypeStore):
 
         `env` has the sizes that are symbols, if any are.
         """
-        super().__init__(name, mesh.axis_names, env)
+        super().__init__(name, mesh.axis_names, fake_mode(env, self.refuse_thread))
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches)
         self.equations: list[Equation] = []
@@ -489,6 +481,17 @@ class Interpreter(TypeStore):
     def begin(self) -> None:
         """Starts recording autograd nodes; earlier ones are not the body's."""
         self._sequence = sequence_number()
+
+    def refuse_thread(self) -> NoReturn:
+        """Refuses an operation on another thread, of which no mode here sees more."""
+        thread = threading.current_thread().name
+        self.numbers.branches.fail(
+            TransformError(
+                f"{self.name}: {call_site()} runs on the thread {thread!r} that the body has "
+                "started. What a body does on other threads cannot be checked; do it on the thread "
+                "that runs the body."
+            )
+        )
 
     def forget_nodes(self) -> None:
         """Drops also an error, whose frames have tensors."""

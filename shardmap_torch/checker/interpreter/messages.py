@@ -32,6 +32,7 @@ MEANING = {
 _FRIENDLY: Final = {
     "_local_scalar_dense": "taking a Python value",
     "_to_copy": "a cast",
+    "_linalg_check_errors": "a factorization",
     "_softmax": "softmax",
     "_log_softmax": "log_softmax",
     "native_layer_norm": "layer_norm",

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.batching import batches_learned_masks
 from shardmap_torch.checker.interpreter import custom_functions, gradients, proposals, scalars
+from shardmap_torch.checker.interpreter.caught import MAY_FAIL, refuse_caught
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted
 from shardmap_torch.checker.interpreter.interpreter import (
     Interpreter,
@@ -159,6 +160,8 @@ class _Functions(TorchFunctionMode):
         lacking = None if asks_itself else _what_only_ranks_run(func, args, kwargs)
         if lacking is not None:
             self._interpreter.needs_ranks(lacking)
+        if func in MAY_FAIL:
+            refuse_caught(self._interpreter, func)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self._interpreter, func, args, kwargs)
@@ -241,6 +244,15 @@ def _what_only_ranks_run(func: Any, args: Any, kwargs: Any) -> str | None:
     if func is scaled_dot_product_attention and _lacks_gradient_of_mask(*args, **kwargs):
         return "attention with a mask that needs a gradient"
     return "" if func in UNBATCHED else None
+
+
+def _deep_copied(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
+    """Copies what has no data, which torch would look for; it says itself what has no copy."""
+    interpreter.needs_ranks()
+    tensor = args[0]
+    if not tensor.is_leaf:
+        return func(*args, **kwargs)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _set_data(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -329,6 +341,10 @@ _HOW: Final = (
     "between meshes, and it would count as equal everywhere",
     "leave it out of the body: contiguous() and reshape() copy only where they must",
 )
+_MOVES: Final = (
+    "gives a tensor memory of another kind, which a check, without any, cannot do",
+    "do it before the call",
+)
 _HISTORY: Final = (
     "tells what autograd keeps of a tensor, which differs between meshes, and it would count as "
     "equal everywhere",
@@ -346,6 +362,7 @@ _QUESTIONS: Final[Mapping[_Question, tuple[str, tuple[str, str]]]] = {
         getattr(Tensor, name): (f"{name}()", _HOW)
         for name in ("stride", "is_contiguous", "dim_order", "is_set_to", "_is_view", "storage")
     },
+    **{getattr(Tensor, name): (f"{name}()", _MOVES) for name in ("share_memory_", "pin_memory")},
     Tensor.untyped_storage: ("untyped_storage()", _HOW),
     _getter("_base"): ("_base", _HOW),
     _getter("_version"): ("_version", _HISTORY),
@@ -417,6 +434,7 @@ _SPECIAL: Final[Mapping[Any, Any]] = {
         (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, GRAD_FN),
         custom_functions.refuse_hooks,
     ),
+    Tensor.__deepcopy__: _deep_copied,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor
     **gradients.FUNCTIONS,
     **scalars.FUNCTIONS,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages, scalars
+from shardmap_torch.checker.interpreter.caught import MAY_FAIL, refuse_caught
 from shardmap_torch.checker.interpreter.custom_functions import refuse_saving_hooks, reject_unseen
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
@@ -78,6 +79,14 @@ _SIZES: Final = (
 
 _LITERAL: Final = torch.ops.aten.lift_fresh.default
 _BITS: Final = torch.ops.aten.view.dtype
+_WITHOUT_DATA: Final = (
+    DataDependentOutputException,
+    UnsupportedOperatorException,
+    AssertionError,
+    NotImplementedError,
+)
+"""By which torch says that an operation does not work on fake tensors, and not what is wrong."""
+
 _ONE_DTYPE: Final = overloads("mm bmm addmm baddbmm mv dot")
 """Operations that reject operands of several dtypes, except on fake tensors."""
 
@@ -102,6 +111,8 @@ class Operations(UncompiledMode):
             return args[0].fake_device
         interpreter = self._interpreter
         try:
+            if func in MAY_FAIL:
+                refuse_caught(interpreter, func)
             found = find(interpreter, func, args, kwargs)
             if found is not None and found.outcome is not None:
                 out = repeat(interpreter, func, args, kwargs, found)
@@ -345,7 +356,7 @@ def _run(
         head = f"the shape of what {name_of(op)} gives depends on data."
         advice = SIZED_BY_DATA.get(name_of(op), "use an operation whose result has a known shape.")
         raise messages.error(interpreter, head, [], advice) from error
-    except (DataDependentOutputException, UnsupportedOperatorException) as error:
+    except _WITHOUT_DATA as error:
         head = f"{name_of(op)} cannot be interpreted without data ({type(error).__name__})."
         advice = "use an operation that needs none, or check=False."
         raise messages.error(interpreter, head, [], advice) from error

@@ -170,7 +170,8 @@ def _leaving(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> A
 
 
 def _format(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> str:
-    """Formats dtype and shape, as there is no number."""
+    """Formats dtype and shape, as there is no number; a run takes it, as `.item()` does."""
+    interpreter.needs_ranks()
     tensor = args[0]
     return f"<{show_shape(tensor.dtype, tensor.shape)}>"
 
@@ -181,7 +182,9 @@ FUNCTIONS: Final[Mapping[Any, Any]] = {
     torch.is_nonzero: _bool,
     Tensor.is_nonzero: _bool,
     Tensor.tolist: _list,
-    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _leaving),
+    **dict.fromkeys(
+        (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__), _leaving
+    ),
     Tensor.__float__: _plain("float() or math takes", _FLOAT),
     Tensor.__int__: _plain("int() takes", _INT),
     Tensor.__index__: _plain("a size, a position or a number of steps takes"),

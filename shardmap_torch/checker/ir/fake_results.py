@@ -7,7 +7,7 @@ of each that is one; the offset of a view is relative to its operand's. All that
 calls has this key: layers of a network are the same calls, over and over.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -478,8 +478,12 @@ def _make_one(mode: FakeTensorMode, item: _Made, operands: Sequence[FakeTensor])
     return fake
 
 
-def fake_mode(env: "ShapeEnv | None" = None) -> FakeTensorMode:
+def fake_mode(
+    env: "ShapeEnv | None" = None, refuse_thread: Callable[[], object] | None = None
+) -> FakeTensorMode:
     """Makes a mode for one check; `env` has the sizes that are symbols.
+
+    `refuse_thread` is called by operations on threads that the body has started.
 
     torch remembers the shapes of every operation that any mode has seen, a kilobyte each, and
     forgets none, also those of signatures that were evicted long ago; beyond `REMEMBERED` it has to
@@ -488,4 +492,6 @@ def fake_mode(env: "ShapeEnv | None" = None) -> FakeTensorMode:
     if len(FakeTensorMode.cache) > REMEMBERED:
         FakeTensorMode.cache_clear()
     # What a body closes over has the sizes that it has.
-    return make_fake_mode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
+    return make_fake_mode(
+        refuse_thread, allow_non_fake_inputs=True, shape_env=env, static_shapes=True
+    )

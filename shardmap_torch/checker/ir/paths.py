@@ -117,7 +117,7 @@ class Branches:
         """Records and raises an error at the user's line."""
         self.fail(ShardTypeError(f"{self.name}: {what}\n  at {call_site()}\nFix: {advice}"))
 
-    def fail(self, error: ShardTypeError) -> NoReturn:
+    def fail(self, error: ShardTypeError | TransformError) -> NoReturn:
         """Records and raises an error: the body may catch it."""
         self.refusal = error
         raise error

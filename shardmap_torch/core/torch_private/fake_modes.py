@@ -10,11 +10,12 @@ have set the flags or be compiling, torch's own code runs as it is.
 import builtins
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -31,9 +32,37 @@ _VARIABLES: Final[dict[str, tuple[str, Any]]] = {
 """The environment variable of each flag, which is 1 where it is set, and the default."""
 
 
-def make_fake_mode(**options: Any) -> FakeTensorMode:
-    """Makes a fake tensor mode with these options of torch's."""
-    return (FakeTensorMode if DYNAMO in sys.modules else _LightMode)(**options)
+def make_fake_mode(
+    refuse_thread: Callable[[], object] | None = None, **options: Any
+) -> FakeTensorMode:
+    """Makes a fake tensor mode with these options of torch's.
+
+    torch enters it for each operation on its tensors where it is not on, as on a thread that did
+    not make it; `refuse_thread` is called there, and raises.
+    """
+    made = FakeTensorMode if DYNAMO in sys.modules else _LightMode
+    if refuse_thread is None:
+        return made(**options)
+    mode: Any = _on_one_thread(made)(**options)
+    mode.thread, mode.refuse_thread = threading.get_ident(), refuse_thread
+    return cast(FakeTensorMode, mode)
+
+
+@memo
+def _on_one_thread(made: type[FakeTensorMode]) -> type[FakeTensorMode]:
+    return type("OneThreadMode", (_OneThread, made), {})
+
+
+class _OneThread:
+    """Part of a mode that other threads than its own cannot enter."""
+
+    thread: int
+    refuse_thread: Callable[[], object]
+
+    def __enter__(self) -> Any:
+        if threading.get_ident() != self.thread:
+            self.refuse_thread()
+        return super().__enter__()  # type: ignore[misc]  # torch's
 
 
 def light(method: Any) -> Callable[..., Any]:

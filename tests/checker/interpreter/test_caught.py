@@ -1,0 +1,140 @@
+"""A body that catches what a check cannot see, or that only a check raises, is refused."""
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, embedding, one_hot
+
+from shardmap_torch import I, P, ShardTypeError, all_reduce, make_mesh, shard_map
+
+Attempt = Callable[[Tensor], object]
+
+
+def rows(x: Tensor) -> Tensor:
+    return (10 * x[:, 0].detach()).long()
+
+
+FAILS: dict[str, Attempt] = {
+    "a factorization": lambda x: torch.linalg.cholesky(x.T @ x),
+    "embedding": lambda x: embedding(rows(x), x),
+    "index": lambda x: x[rows(x)],
+    "one_hot": lambda x: one_hot(rows(x), 4),
+    "nll_loss_forward": lambda x: cross_entropy(x, rows(x)),
+    "floor_divide": lambda x: rows(x) // rows(x),
+}
+"""Operations that fail for some values, by their names in messages."""
+
+
+def caught(attempt: Attempt) -> Callable[[Tensor], Tensor]:
+    def body(x: Tensor) -> Tensor:
+        factor = 1.0
+        try:
+            attempt(x)
+        except Exception:
+            factor = 2.0
+        return all_reduce(factor * x.sum(), "tp", dst=I)
+
+    return body
+
+
+def check(body: Callable[[Tensor], Tensor]) -> Tensor:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())
+    result: Tensor = f(torch.rand(8, 4))
+    return result
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_an_error_for_some_values_may_not_be_caught(name: str) -> None:
+    with pytest.raises(ShardTypeError, match=f"{name} fails for some values, and the body catches"):
+        check(caught(FAILS[name]))
+
+
+def test_an_error_may_be_caught_that_is_another_or_raised_again() -> None:
+    def other(x: Tensor) -> Tensor:
+        try:
+            y = x[rows(x) * 0]
+        except (KeyError, ImportError):
+            y = 2 * x
+        return all_reduce(y.sum(), "tp", dst=I)
+
+    def again(x: Tensor) -> Tensor:
+        try:
+            y = x[rows(x) * 0]
+        except IndexError as error:
+            error.add_note("of the positions")
+            raise
+        return all_reduce(y.sum(), "tp", dst=I)
+
+    def looks(x: Tensor) -> Tensor:
+        total = all_reduce(x.T @ x, "tp", dst=I)
+        factor, info = torch.linalg.cholesky_ex(total)
+        return factor if info.item() == 0 else total
+
+    for body in (other, again, looks):
+        check(body)
+
+
+def test_other_ways_to_go_on_are_refused_too() -> None:
+    def suppressed(x: Tensor) -> Tensor:
+        with contextlib.suppress(IndexError):
+            x = x[rows(x)]
+        return all_reduce(x.sum(), "tp", dst=I)
+
+    def of_torch(x: Tensor) -> Tensor:
+        try:
+            x = torch.linalg.inv(x[:4])
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # not in its `__all__`
+            x = x[:4]
+        return all_reduce(x, "tp", dst=I)
+
+    def finally_returns(x: Tensor) -> Tensor:
+        try:
+            x = x[rows(x)]
+        finally:
+            return all_reduce(x.sum(), "tp", dst=I)  # noqa: B012  # it is what is tried
+
+    def outside(x: Tensor) -> Tensor:
+        try:
+            return repeated(x)
+        except IndexError:
+            return all_reduce(x.sum(), "tp", dst=I)
+
+    def repeated(x: Tensor) -> Tensor:
+        return all_reduce(x[rows(x) * 0].sum(), "tp", dst=I)
+
+    check(repeated)  # the same call out of a `try` is remembered
+    for body in (suppressed, of_torch, finally_returns, outside):
+        with pytest.raises(ShardTypeError, match="fails for some values, and the body catches"):
+            check(body)
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda x: pickle.dumps(x.detach()),
+        lambda x: torch.save(x.detach(), io.BytesIO()),
+        lambda x: x.detach().share_memory_(),
+        lambda x: x.detach().pin_memory(),
+    ],
+)
+def test_what_fails_in_the_check_alone_may_not_be_caught(attempt: Attempt) -> None:
+    with pytest.raises(ShardTypeError, match=r"takes the numbers|memory of another kind"):
+        check(caught(attempt))
+
+
+def test_copies_and_texts_are_made_in_checks_and_runs() -> None:
+    def body(x: Tensor) -> Tensor:
+        assert f"{x.sum():.3f}"
+        return all_reduce((x + copy.deepcopy(x.detach())).sum(), "tp", dst=I)
+
+    torch.manual_seed(0)
+    found = check(body)
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, 2 * torch.rand(8, 4).sum())
