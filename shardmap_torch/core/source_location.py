@@ -31,8 +31,8 @@ _OWN: Final = (
     "<",
 )
 
-_RUNS_BODY: Final = "checker/verify/interpretation.py"
-"""The file whose functions call bodies in a check."""
+_VERIFIES: Final = str(_HERE / "shardmap_torch/checker/verify/")
+"""Where the functions are that call bodies in a check, and their backwards."""
 
 _LIBRARY: Final = sysconfig.get_path("stdlib") + "/"
 """Python's own; installed packages lie below it too, but for those in a virtual environment."""
@@ -146,9 +146,11 @@ def call_sites() -> tuple[Site, ...]:
 
 
 def frames_in_body() -> Iterator[FrameType]:
-    """Yields the frames of the body that a check runs, the innermost first."""
-    outwards = _outwards(sys._getframe(1))
-    return takewhile(lambda each: not each.f_code.co_filename.endswith(_RUNS_BODY), outwards)
+    """Yields the frames of the body that a check runs, and of torch, the innermost first."""
+    inner = takewhile(
+        lambda each: _VERIFIES not in each.f_code.co_filename, _outwards(sys._getframe(1))
+    )
+    return (each for each in inner if not is_own(each))
 
 
 def is_called_by(codes: Collection[CodeType]) -> bool:
