@@ -4,6 +4,7 @@ A picture brings its own background, light or dark as the reader's system is, so
 on any page. Types differ by letter and by pattern, and not by colour alone.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -263,6 +264,34 @@ def moves() -> None:
     svg("moves", 780, 366, "The collectives that lead from one type to another", parts)
 
 
+STEP = re.compile(r"^\| (\d+) \| ([^|]+) \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)", re.MULTILINE)
+
+
+def steps() -> None:
+    """The times of a training step, as the tables of train_step.md have them."""
+    page = (FOLDER.parent / "train_step.md").read_text()
+    left, unit, y = 250, 190, 36.0
+    parts, width = [], ""
+    for new, name, median, low, high in STEP.findall(page.partition("\n## The step on")[0]):
+        if new != width:
+            parts.append(text(24, y + 8, f"width {new}", "bold"))
+            y, width = y + 24, new
+        end = left + unit * float(median)
+        parts += [
+            text(left - 12, y + 14, name, "end small"),
+            box(left, y, end - left, 20, "I" if name.startswith("ours") else "V"),
+            f'<path d="M{left + unit * float(low):g} {y + 10:g}H{left + unit * float(high):g}" '
+            'class="line"/>',
+            text(left + unit * float(high) + 10, y + 15, f"{median}x", "small"),
+        ]
+        y += 28 if name != "parallelize_module" else 44
+    parts.append(f'<path d="M{left + unit} 24V{y - 12:g}" class="line" stroke-dasharray="4 4"/>')
+    parts.append(
+        text(24, y + 8, "medians, with the quartiles as lines; 1x is the step by hand", "note")
+    )
+    svg("steps", 780, int(y) + 24, "The time of a training step, beside one written by hand", parts)
+
+
 if __name__ == "__main__":
-    for draw in (types, matmul, backward, moves):
+    for draw in (types, matmul, backward, moves, steps):
         draw()
