@@ -402,6 +402,19 @@ def test_counts_of_ids_are_those_of_all_ranks() -> None:
     check_program(mapped(body, ABSTRACT, P("dp")), ids, W)  # nothing is differentiated
 
 
+def test_inference_mode_takes_the_steps_of_no_grad() -> None:
+    """torch takes no composite operator apart there, and few of those have sharding rules."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        q = functional.linear(x, w.T).unflatten(1, (1, 2, 2)).flatten(1, 2)
+        return functional.scaled_dot_product_attention(q, q, q)
+
+    with torch.inference_mode():
+        found, expected = (mapped(body, m, P("dp"))(X, W) for m in (RANKS, ONE))
+        assert found.is_inference()
+    assert torch.equal(found, expected)
+
+
 def without_grad(x: Tensor) -> Tensor:
     with torch.no_grad():
         return x.tanh()
