@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.nn import functional
 
 from shardmap_torch import (
     P,
@@ -107,3 +108,17 @@ def test_a_branch_that_the_check_does_not_see_is_taken_by_each_rank() -> None:
     assert mapped("auto")(x).tolist() == x.relu().tolist()
     with pytest.raises(RuntimeError, match="data-dependent control flow"):
         mapped("vmap")(x)
+
+
+def test_what_autocast_casts_as_a_whole_runs_on_ranks() -> None:
+    """torch.func.vmap takes it apart before autocast sees it, into what that does not cast."""
+
+    def attend(x: Tensor, w: Tensor) -> Tensor:
+        q = functional.linear(x, w).unflatten(-1, (-1, 2)).transpose(0, 1)
+        return functional.scaled_dot_product_attention(q * torch.ones(2), q, q)
+
+    x, w = random((3, 8), 0).float(), random((8, 8), 1).float().requires_grad_()
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    mapped = checked(attend, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P("tp"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(mapped(x, w), attend(x, w))
