@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.interpreter import (
     Interpreter,
     Setting,
@@ -18,7 +18,7 @@ from shardmap_torch.checker.interpreter.interpreter import (
 )
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Asserted, Equation
-from shardmap_torch.checker.ir.repairs import Insert, Repair, propose
+from shardmap_torch.checker.ir.repairs import Insert, propose
 from shardmap_torch.checker.region import local_region, note_region
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.protocol import Note
@@ -184,10 +184,14 @@ def types_now(x: Tensor) -> Mapping[str, AxisType] | None:
 
 
 def loss_by_repair(loss: Tensor) -> Tensor:
-    """Returns what the repair that is tried makes of a loss; the loss where none is."""
+    """Returns what the repair that is tried makes of a loss, and notes one that is a local mean."""
     interpreter = current_interpreter()
-    losses = {} if interpreter is None else interpreter.repair.losses
-    mean = losses.get(call_site()) if losses else None
+    if interpreter is None:
+        return loss
+    site, axis = call_site(), means_over(loss, interpreter.axes)
+    if axis is not None and site is not None:
+        interpreter.means[site] = Insert("all_reduce", axis, (("dst", I), ("op", "mean")))
+    mean = interpreter.repair.losses.get(site)
     return loss if mean is None else mean.apply(loss)
 
 
@@ -206,15 +210,11 @@ def means_over(x: Tensor, axes: Sequence[str]) -> str | tuple[str, ...] | None:
     return one[0] if one else several
 
 
-def propose_mean(error: ShardTypeError, gradient: Tensor, axis: str | tuple[str, ...]) -> None:
-    """Proposes to average the loss of a gradient."""
+def propose_means(error: ShardTypeError) -> None:
+    """Proposes to average the losses that are means of each rank's part."""
     interpreter = current_interpreter()
     assert interpreter is not None  # it has found the means
-    made = interpreter.storage_type(interpreter.fakify(gradient)).made
-    if made is not None and made.site is not None:
-        mean = Insert("all_reduce", axis, (("dst", I), ("op", "mean")))
-        text = f"{mean.of('loss')} for the loss that is differentiated at {made.site.place}"
-        propose(error, [Repair(text, losses={made.site: mean})])
+    propose(error, proposals.mean_losses(interpreter))
 
 
 def in_place_of_batched() -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from shardmap_torch.checker.queries import means_over, propose_mean, types_now
+from shardmap_torch.checker.queries import means_over, propose_means, types_now
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import Broadcast, Flat, Tree, closed
@@ -265,14 +265,14 @@ def _check_means(leaves: Leaves, pending: Sequence[tuple[str, ...]]) -> None:
     ]
     if not found:
         return
-    (_, gradient, axis), *_ = found
+    axis = found[0][2]
     head = f"sync_gradients at {call_site()}: check='global': the loss is each rank's own mean:"
     wrong = f"a sum over {axis!r} would be too large by the number of ranks"
     error = ShardTypeError(
         listing(head, [f"{path}: {wrong}" for path, *_ in found])
         + f"\nFix: return all_reduce(loss, {axis!r}, dst=I, op='mean') from what is differentiated."
     )
-    propose_mean(error, gradient, axis)
+    propose_means(error)
     raise error
 
 

@@ -178,7 +178,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         interpreter = self._interpreter
         site, backward = interpreter.site()
         forward = interpreter.forward_of_current_node() if backward else None
-        spot = None if backward else collective_call()
+        spot = collective_call()
         applied = self._repaired(collective, forward, spot)
         if applied is not None and move not in EXTREMA:
             move = applied.move

@@ -22,7 +22,7 @@ from shardmap_torch.checker.ir.program import (
     Use,
     varying,
 )
-from shardmap_torch.checker.ir.repairs import Repair, Spot
+from shardmap_torch.checker.ir.repairs import Insert, Repair, Spot
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.control.start import current
@@ -467,6 +467,7 @@ class Interpreter(TypeStore):
         self._sequence = 0
         self._count = 0
         self.reductions: dict[Spot, str] = {}
+        self.means: dict[Site, Insert] = {}
 
     @property
     def is_special(self) -> bool:

@@ -14,6 +14,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, StorageType
 from shardmap_torch.checker.ir.repairs import (
+    FIRST,
     Insert,
     Op,
     Repair,
@@ -28,8 +29,6 @@ from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
-from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
-from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import base_of, is_batched
 from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
@@ -38,6 +37,7 @@ from shardmap_torch.types import AxisType, I, K, Partial, R, V
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
+
 
 State = Mapping[str, AxisType]
 """The type of a tensor along each axis of several ranks; S where it is known to be sharded."""
@@ -249,8 +249,6 @@ def distinct(args: Any, kwargs: Any) -> list[Tensor]:
 
 def repaired(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the arguments of a call of torch under the repair that is tried."""
-    if running_backward() != NO_BACKWARD:
-        return args, kwargs
     spot, operands = function_call(func), interpreter.repair.operands
     tensors = distinct(args, kwargs)
     changes = {at: insert for (where, at), insert in operands.items() if where == spot}
@@ -270,16 +268,11 @@ def at_call(
     Where nothing is compared with one device, only errors about types have to do with operands.
     """
     is_compared = interpreter.observer is not UNOBSERVED
-    if running_backward() != NO_BACKWARD or not (is_compared or rejection_of(error).types):
-        return
     spot = function_call(func)
-    tensors = [
-        (at, x)
-        for at, x in enumerate(distinct(args, kwargs))
-        if not is_batched(x) and _is_reducible(interpreter, x)
-    ]
-    if spot is None or not tensors:
+    if spot is None or not (is_compared or rejection_of(error).types):
         return
+    given = [(at, x) for at, x in enumerate(distinct(args, kwargs)) if not is_batched(x)]
+    tensors = [(at, x) for at, x in given if _is_reducible(interpreter, x)]
     known = [state(interpreter, x) for _, x in tensors]
     found: list[tuple[int, Repair]] = []
     for (at, _), own in zip(tensors, known, strict=True):
@@ -294,13 +287,19 @@ def at_call(
     for x, each in zip(operands, states, strict=True):
         first += gathered_over_others(interpreter, x, each)
     propose(error, [*first, *map(itemgetter(1), found)])
+    for at, x in given:
+        storage_type = interpreter.known_storage_type(x)
+        made = None if storage_type is None else storage_type.made
+        if is_compared and made is not None and made.name.startswith("axis_index("):
+            text = f"0 in place of {made.name}, operand {at + 1} of {spot}"
+            propose(error, [Repair(text, operands={(spot, at): FIRST})])
 
 
 def at_collective(
     interpreter: "Interpreter", error: ShardTypeError, move: str, collective: Collective, x: Tensor
 ) -> None:
     """Proposes another collective in place of the one that is refused, or none."""
-    spot = None if running_backward() != NO_BACKWARD else collective_call()
+    spot = collective_call()
     if spot is None:
         return
     found = exchanges(spot, collective, state(interpreter, x)[0])
@@ -329,3 +328,12 @@ def reductions(interpreter: "Interpreter", tensors: Sequence[Tensor]) -> Iterato
         if any(scale > 1 if op == "sum" else scale < 1 for scale in scales):
             other = _OTHER[op]
             yield Repair(f"op={other!r} in {spot}", ops={spot: other})
+    if any(scale > 1 for scale in scales):
+        yield from mean_losses(interpreter)
+
+
+def mean_losses(interpreter: "Interpreter") -> Iterator[Repair]:
+    """Yields the mean of each loss that is a mean of each rank's part."""
+    for site, mean in interpreter.means.items():
+        text = f"{mean.of('loss')} for the loss that is differentiated at {site.place}"
+        yield Repair(text, losses={site: mean})

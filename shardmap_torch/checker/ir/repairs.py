@@ -10,6 +10,7 @@ from functools import reduce
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import torch
 from torch import Tensor
 
 from shardmap_torch import ops
@@ -106,8 +107,14 @@ class Insert:
 
     def apply(self, x: Tensor) -> Tensor:
         """Calls it in a body."""
+        if self is FIRST:
+            return torch.zeros_like(x)
         called: Tensor = getattr(ops, self.name)(x, self.axis, **dict(self.options))
         return called
+
+
+FIRST: Final = Insert("axis_index", ())
+"""What stands for the index of a rank on one device, which is the first rank: 0."""
 
 
 def nested(chain: Sequence[Insert], x: str) -> str:

@@ -499,6 +499,7 @@ def test_a_reported_bug_is_refused_at_its_line_and_mended_there(each: Bug) -> No
             texts.append(str(error))
     hold("field_bugs.txt", each.name, f"check=True: {texts[0]}\n\ncheck='global': {texts[1]}")
     assert wrong_line(each.program) in texts[1]
+    assert "\nTried, and accepted also by check='global': " in texts[1]
     check_program(each.mapped(True, MESH, "global"), *args)
     expected = computed(each.mapped(True, ONE, True), args)
     torch.testing.assert_close(computed(each.mapped(True, MESH, "global"), args), expected)
