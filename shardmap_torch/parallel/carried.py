@@ -121,13 +121,14 @@ def _carriers(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
 
 
 def _of(module: Any) -> Mapping[str, Style]:
-    plan = getattr(module, "_tp_plan", None)
+    own = {*vars(module), *dir(type(module))}  # peft's wrappers hand on others' attributes
+    plan = module._tp_plan if "_tp_plan" in own else None
     if plan:
         return dict(plan)
     config = getattr(module, "config", None)
     base, heads = DEFAULTS.get(getattr(config, "model_type", ""), ({}, {}))
     prefix = getattr(module, "base_model_prefix", "")
-    if not hasattr(module, "base_model_prefix"):
+    if "base_model_prefix" not in own:
         return {}
     if hasattr(module, prefix):
         base = {f"{prefix}.{key}": style for key, style in base.items()}

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from shardmap_torch.checker.queries import typeof
 from shardmap_torch.core.tree import (
     Mismatch,
     Tree,
@@ -18,11 +19,13 @@ from shardmap_torch.core.tree import (
 )
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
+from shardmap_torch.ops.body import types_of
 from shardmap_torch.parallel.caches import spec_of_cached
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import normalized, spec_of
 from shardmap_torch.placing import from_local
 from shardmap_torch.spec import P
+from shardmap_torch.types import V
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,14 @@ class Inputs:
 class Outputs:
     """Specs and casts of the outputs of a parallelized module."""
 
-    def __init__(self, mesh: Mesh, plan: Plan, out_specs: Tree) -> None:
-        """Keeps `out_specs` as for `shard_map`, or None for the root style's layouts."""
+    def __init__(self, mesh: Mesh, plan: Plan, out_specs: Tree, is_carried: bool) -> None:
+        """Keeps `out_specs` as for `shard_map`, or None for the root style's layouts.
+
+        A plan that the module carries leaves some results sharded, as attentions by their heads.
+        """
         self._mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
+        is_found = is_carried and out_specs is None and plan.root is None
+        self._finds = is_found and plan.axis in mesh.axis_names
         changes = (plan.root.outputs or ()) if plan.root else ()
         self._layouts = [None if change is None else change[1] for change in changes]
         self._data = plan.data
@@ -162,8 +170,11 @@ class Outputs:
         """
         from_end = any(isinstance(x, Shard) and x.dim < 0 for x in self._layouts)
         specs = None
-        if self._out_specs is None and (from_end or self._data.axes):
+        if self._finds and known.specs and flatten(known.specs)[1] == flatten(out)[1]:
+            specs = known.specs  # what records the program of one device knows no shards
+        elif self._out_specs is None and (from_end or self._data.axes or self._finds):
             specs = self._specs(out)
+            specs = None if specs == P() else specs
         found = {
             path: self._data.of_result(x, spec_of_cached(x, self._axis))
             for path, x in cached.items()
@@ -188,15 +199,24 @@ class Outputs:
 
     def _specs_of(self, out: Tree, layout: Placement | None) -> Tree:
         leaves, structure = flatten(out)
-        specs = [self._data.of_result(x, self._spec(layout, getattr(x, "ndim", 0))) for x in leaves]
+        specs = [self._data.of_result(x, self._found(layout, x)) for x in leaves]
         return specs[0] if len({*specs}) == 1 else unflatten(structure, specs)
+
+    def _found(self, layout: Placement | None, x: object) -> P:
+        """Returns the spec of an output over the plan's axis, where it is there."""
+        types = types_of(x, (self._axis,)) if self._finds and isinstance(x, Tensor) else None
+        if not isinstance(x, Tensor) or V not in (types or ()):
+            return self._spec(layout, getattr(x, "ndim", 0))
+        dim = typeof(x)[self._axis].dim
+        return P() if dim is None else P(*[None] * dim, self._axis)
 
     def _spec(self, layout: Placement | None, ndim: int) -> P:
         return P() if layout is None else spec_of(_from_front(layout, ndim), self._axis)
 
     def leave(self, out: Tree) -> Tree:
         """Converts outputs to DTensors or to this rank's tensors, as the plan says."""
-        if self._mesh.kind not in PROCESS_KINDS or self._out_specs is not None:
+        is_whole = self._finds and self._is_local  # what is sharded stays a DTensor
+        if self._mesh.kind not in PROCESS_KINDS or self._out_specs is not None or is_whole:
             return out
         return map_leaves(self._to_local if self._is_local else self._to_dtensor, out)
 

@@ -30,6 +30,7 @@ from shardmap_torch.parallel.styles import (
     Layouts,
     LocalAttributes,
     ReplicatedParallel,
+    SharedResult,
     kind_of,
     normalized,
 )
@@ -81,10 +82,10 @@ def style_forward(plan: Plan, path: str, module: nn.Module, shared: Shared) -> N
         _divide(layouts.style.names, axis_size(plan.axis), name, module)
         return
     own = vars(module).get("forward") or MethodType(type(module).forward, module)
-    if isinstance(layouts.style, ExpertsParallel | ExpertsDispatch):
+    if isinstance(layouts.style, ExpertsParallel):
         computable(module)
     # Types of replicated inputs: R if the ranks use them differently, I if all do the same.
-    differs = isinstance(layouts.style, ColwiseParallel | ExpertsParallel | ExpertsDispatch) or (
+    differs = isinstance(layouts.style, ColwiseParallel | ExpertsParallel) or (
         not layouts.is_for_one and plan.splits_below(path)
     )
     replicate = R if differs else I
@@ -157,7 +158,7 @@ class _Forward:
 
     def _inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         changes = self.layouts.inputs
-        if isinstance(self.layouts.style, ExpertsParallel | ExpertsDispatch):
+        if isinstance(self.layouts.style, ExpertsParallel):
             both = (Replicate(), Replicate())
             changes = [both if isinstance(x, Tensor) else None for x in args]
         if changes is None:
@@ -194,7 +195,8 @@ class _Forward:
                 f"{self.name}: output_layouts has {len(changes)} layouts, and the module returns "
                 f"{len(outputs)} values; give one for each, or None."
             )
-        changed = self._each(outputs, changes, I, "output")
+        to = R if isinstance(self.layouts.style, SharedResult) else I
+        changed = self._each(outputs, changes, to, "output")
         return changed if outputs is out else changed[0]
 
     def _each(

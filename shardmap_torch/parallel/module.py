@@ -1,6 +1,7 @@
 """`parallelize`: runs a module as one checked per-rank program, by a plan."""
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -144,7 +145,8 @@ def parallelize(
     remake = partial(make_plan, module, on, styles, over, _optional(module, plan, styles), data)
     describe = partial(_described, module, src_data_rank)
     resolved = compared("parallelize", on, remake, describe, place)
-    call = _ParallelCall(module, on, resolved, in_specs, out_specs, check, remake)
+    _install_recorders(module)
+    call = _ParallelCall(module, on, resolved, in_specs, out_specs, check, remake, plan is None)
     vars(module)["forward"], vars(module)[_MAPPED] = call, call.use
     if on.kind in PROCESS_KINDS and not data.axes:
         _give_encoder(module, on, resolved, check)
@@ -175,6 +177,18 @@ def _styles_over(
     return styles, resolve_axis("parallelize", mesh, axis)
 
 
+def _install_recorders(module: nn.Module) -> None:
+    """Gives models of transformers the hooks that record hidden states and attentions.
+
+    They would install them in the first call that asks for these, on copies of the modules.
+    """
+    library: Any = sys.modules.get("transformers.utils.output_capturing")
+    if library is not None:
+        for each in module.modules():
+            if hasattr(each, "_can_record_outputs"):
+                library.maybe_install_capturing_hooks(each)
+
+
 def _give_encoder(module: nn.Module, mesh: Mesh, plan: Plan, check: Check) -> None:
     """Makes the encoder of a model a program too, as `generate` of transformers calls it alone."""
     config, get = getattr(module, "config", None), getattr(module, "get_encoder", None)
@@ -200,11 +214,12 @@ class _ParallelCall:
         out_specs: Tree,
         check: Check,
         remake: Callable[[], Plan] | None = None,
+        is_carried: bool = True,
     ) -> None:
         self._module, self._mesh, self._plan, self._check = module, mesh, plan, check
         self._remake = remake
         self._inputs = Inputs(mesh, plan, in_specs, input_names(module.forward))
-        self._outputs = Outputs(mesh, plan, out_specs)
+        self._outputs = Outputs(mesh, plan, out_specs, is_carried)
         self.__signature__ = inspect.signature(module.forward)
         self._original = vars(module).get("forward")
         self._mapped: dict[Any, Callable[..., Any]] = {}
@@ -291,7 +306,8 @@ class _ParallelCall:
         buffers = dict(self._module.named_buffers())
         values = (parameters, buffers, *self._inputs.enter(inputs, specs))
         spec_leaves, structure = flatten(specs)
-        key = (structure, *spec_leaves)
+        flags = (each for each in inputs[1].items() if type(each[1]) is bool)
+        key = (structure, *spec_leaves, *flags)  # flags as output_attentions decide on results
         try:
             return use(self._mapped.get(key) or self._map(key, specs, Known()), values)
         except UnknownError as error:

@@ -226,13 +226,14 @@ class _Entries:
             self.words[name] = style
             self.parameters[name] = WORDS[str(style)].split(value.ndim)
         for target in targets:
-            yield from self._give(key, style, target)
+            for part in _sharing(style, target):
+                yield from self._give(key, style, part)
 
     def _give(self, key: str, style: Style, target: nn.Module) -> Iterator[str]:
         path = self._paths[id(target)]
         if self._keys.get(path, key) != key:
             yield f"{path!r} is matched by {self._keys[path]!r} and by {key!r}"
-        found = style if isinstance(style, ParallelStyle) else WORDS[style].style
+        found = _read(style)
         problems = [*_unsupported(found, path, target), *mistakes(layouts_of(found, target))]
         yield from (f"{key!r}: {problem}" for problem in problems)
         self.styles[path], self._keys[path], self.words[path] = found, key, style
@@ -273,6 +274,23 @@ def _matches(module: nn.Module, key: str) -> Iterator[nn.Module]:
     for path, target in module.named_modules(remove_duplicate=False):
         if path and _is_match(path, key):
             yield target
+
+
+def _read(style: Style) -> ParallelStyle:
+    return style if isinstance(style, ParallelStyle) else WORDS[style].style
+
+
+def _sharing(style: Style, module: nn.Module) -> Iterator[nn.Module]:
+    """Yields what has the style of a module: of a Linear in a wrapper of peft, that and an update.
+
+    One of the two matrices of an update is sharded as the Linear, and the other is whole.
+    """
+    base, found = getattr(module, "base_layer", None), _read(style)
+    if kind_of(module) or base is None or not isinstance(found, ColwiseParallel | RowwiseParallel):
+        yield module
+        return
+    name = "lora_B" if isinstance(found, ColwiseParallel) else "lora_A"
+    yield from (base, *getattr(module, name, nn.ModuleDict()).values())
 
 
 def _is_match(path: str, key: str) -> bool:

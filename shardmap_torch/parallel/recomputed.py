@@ -11,7 +11,8 @@ from threading import local
 from types import CellType, FunctionType, MethodType
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from shardmap_torch.checkpoint import checkpoint
@@ -80,11 +81,23 @@ def _recomputed(function: "partial[Any]") -> Any:
         places = (i for i, arg in enumerate(own) if not isinstance(arg, nn.Module))
         for place, arg in zip(places, args, strict=True):
             own[place] = arg
-        with within_body():  # in a backward too
+        with within_body(), _NewLeaves():  # in a backward too
             return bound.func(*own, **keywords)
 
     args = [arg for arg in function.args if not isinstance(arg, nn.Module)]
     return checkpoint(run, tensors, args, function.keywords)
+
+
+class _NewLeaves(TorchFunctionMode):
+    """Lets a function ask in vain for the gradient of a tensor that it makes, as T5 does of zeros.
+
+    Nobody reads it, and a leaf that is no argument would be taken for one that is closed over.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.requires_grad.__set__ and not isinstance(args[0], nn.Parameter):  # type: ignore[attr-defined]
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 def _exchange(value: Any, other: Callable[[nn.Module], nn.Module]) -> Any:

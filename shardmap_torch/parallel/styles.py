@@ -30,6 +30,7 @@ class _Ours(ParallelStyle):
     """A style that torch does not have."""
 
     use_local_output = True
+    outputs: Sequence[Change] | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise SpecError(f"{type(self).__name__} is a style of shardmap_torch.parallelize.")
@@ -39,14 +40,22 @@ class ReplicatedParallel(_Ours):
     """Keeps a module as it is, on every rank; its gradients are summed where that is needed."""
 
 
+class SharedResult(_Ours):
+    """Keeps a module as it is; ranks use its result differently, whose gradient they sum."""
+
+    outputs = ((Replicate(), Replicate()),)
+
+
 class ExpertsParallel(_Ours):
     """Splits the hidden features of every expert: a module of 3-d weights, which ranks add up.
 
     Its inputs are replicated and its output is summed over the ranks. The plan names its weights.
     """
 
+    outputs = ((Partial(), Replicate()),)
 
-class ExpertsDispatch(_Ours):
+
+class ExpertsDispatch(ExpertsParallel):
     """Gives each rank some of the experts whole: a module of 3-d weights, which ranks add up.
 
     Its inputs are rows, the numbers of their experts and the weights of these, equal on all ranks;
@@ -134,9 +143,7 @@ def layouts_of(style: Any, module: nn.Module) -> Layouts:
         shard = style.sequence_sharding[0]
         return Layouts(style, [(shard, shard)], {}, [(shard, shard)])
     if isinstance(style, _Ours):
-        is_summed = isinstance(style, ExpertsParallel | ExpertsDispatch)
-        summed = [(Partial(), Replicate())] if is_summed else None
-        return Layouts(style, outputs=summed)
+        return Layouts(style, outputs=style.outputs)
     if isinstance(style, PrepareModuleInput):
         have, desired = style.input_kwarg_layouts, style.desired_input_kwarg_layouts
         named = {name: (have.get(name), desired.get(name)) for name in {**have, **desired}}

@@ -13,7 +13,14 @@ from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.reshard import plan as reshard_plan
 from shardmap_torch.parallel.plan import Plan, Style
-from shardmap_torch.parallel.styles import EMBEDDING, Layouts, kind_of, normalized, spec_of
+from shardmap_torch.parallel.styles import (
+    EMBEDDING,
+    Layouts,
+    SharedResult,
+    kind_of,
+    normalized,
+    spec_of,
+)
 from shardmap_torch.parallel.words import Split
 from shardmap_torch.spec import P
 
@@ -154,9 +161,11 @@ def _sent(target: nn.Module, layouts: Layouts, plan: Plan, mesh: Mesh) -> Iterat
     kind, weight = kind_of(target), getattr(target, "weight", None)
     if kind is None or weight is None:
         return
-    own = P(replicate=plan.axis) if isinstance(layouts.style, ColwiseParallel) else P()
+    summed = P(replicate=plan.axis)  # its gradient is
+    own = summed if isinstance(layouts.style, ColwiseParallel) else P()
+    result = summed if isinstance(layouts.style, SharedResult) else P()
     ends = [(layouts.inputs, kind.inputs, own)] if kind is not EMBEDDING else []
-    for changes, dim, replicated in [*ends, (layouts.outputs, kind.outputs, P())]:
+    for changes, dim, replicated in [*ends, (layouts.outputs, kind.outputs, result)]:
         for src, dst in filter(None, changes or ()):
             size = weight.shape[dim] * weight.element_size()
             specs = _spec(src, plan.axis, P()), _spec(dst, plan.axis, replicated)

@@ -23,6 +23,7 @@ from shardmap_torch.parallel.styles import (
     ExpertsParallel,
     PackedColwiseParallel,
     ReplicatedParallel,
+    SharedResult,
 )
 from shardmap_torch.spec import P
 
@@ -95,7 +96,7 @@ WORDS: Final[Mapping[str, Word]] = MappingProxyType(
         "sequence_parallel": Word(SequenceParallel()),
         # The gradients of these are summed where their types say so, without a word.
         "replicated_with_grad_allreduce": _REPLICATED,
-        "mla_kv_a_proj": _REPLICATED,
+        "mla_kv_a_proj": Word(SharedResult()),  # heads have one key for positions
         "local_params": _REPLICATED,
         "replicate": _REPLICATED,
     }

@@ -56,6 +56,33 @@ class Other(nn.Linear):
         return torch.einsum("...i,oi->...o", x, self.weight)
 
 
+class Adapted(nn.Module):
+    """A Linear with a low-rank update, as peft has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 6)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(3, 6, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+        return y
+
+
+class Latent(nn.Module):
+    """Heads with one key, of which each takes its own multiple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.k(x).tanh().unsqueeze(-2)
+        y: Tensor = self.o((self.q(x).unflatten(-1, (-1, 2)) * keys).flatten(-2))
+        return y
+
+
 X, IDS = random((2, 3, 8), 0), torch.tensor([[0, 7, 3]])
 
 CASES: dict[str, tuple[nn.Module, Any, Tensor]] = {
@@ -66,6 +93,9 @@ CASES: dict[str, tuple[nn.Module, Any, Tensor]] = {
     "an Embedding": (Scaled(8, 4, padding_idx=3), "embedding_rowwise", IDS),
     "Conv1D by columns": (Conv1D(6, 8), "colwise_rep", X),
     "Conv1D by rows": (Conv1D(6, 8), "rowwise_rep", X),
+    "an update by columns": (Adapted(), "colwise_rep", X),
+    "an update by rows": (Adapted(), "rowwise_rep", X),
+    "a key of all heads": (Latent(), {"q": "colwise", "k": "mla_kv_a_proj", "o": "rowwise"}, X),
 }
 
 

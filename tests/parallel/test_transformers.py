@@ -140,6 +140,30 @@ def test_generation_on_processes_gives_the_tokens_of_one_device(name: str, gloo:
     gloo(2).run(generate_on_processes, name, timeout=120)
 
 
+def states_alike(name: str, mesh: Mesh) -> None:
+    one = make_model(name, attn_implementation="eager").double()
+    ours = parallelize(copy.deepcopy(one), mesh)
+    asked = {"output_hidden_states": True, "output_attentions": True, "use_cache": False}
+    outs: Any = [model(**make_batch(name), **asked) for model in (ours, one)]
+    for key in ("hidden_states", "attentions"):
+        for value, expected in zip(outs[0][key], outs[1][key], strict=True):
+            torch.testing.assert_close(global_value(value), expected.detach(), equal_nan=True)
+
+
+def states_alike_on_processes() -> None:
+    states_alike("llama", worker_mesh((2,), ("tp",)))
+
+
+# Hooks record those of one model, and the other's layers return them.
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_hidden_states_and_attentions_are_those_of_one_device(name: str) -> None:
+    states_alike(name, SIMULATED)
+
+
+def test_on_processes_attentions_are_dtensors_of_all_heads(gloo: Gloo) -> None:
+    gloo(2).run(states_alike_on_processes, timeout=120)
+
+
 def test_an_abstract_mesh_says_that_it_generates_nothing() -> None:
     model = make_model("llama", num_layers=1).eval()
     parallelize(model, make_mesh((2,), ("tp",), kind="abstract"))

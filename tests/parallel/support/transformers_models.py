@@ -89,6 +89,15 @@ OTHERS: Final[Mapping[str, tuple[str, str, dict[str, Any]]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        {
+            **{**SIZES, **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4},
+            **{"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 1},
+            **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+        },
+    ),
     "opt": (
         "OPTForCausalLM",
         "OPTConfig",
