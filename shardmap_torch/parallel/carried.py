@@ -65,13 +65,20 @@ _BART: Final[Mapping[str, Style]] = {
 }
 """Encoders and decoders with the names that fairseq gave their parts."""
 
-_FALCON: Final[Mapping[str, Style]] = {
+_BLOOM: Final[Mapping[str, Style]] = {
     "word_embeddings": "embedding_rowwise",
-    "h.*.self_attention": LocalAttributes("num_heads", "num_kv_heads"),
+    "h.*.self_attention": LocalAttributes("num_heads", heads={"alibi": 0}),
     "h.*.self_attention.query_key_value": "colwise",
     "h.*.self_attention.dense": "rowwise",
     "h.*.mlp.dense_h_to_4h": "colwise",
     "h.*.mlp.dense_4h_to_h": "rowwise",
+}
+
+_FALCON: Final[Mapping[str, Style]] = {
+    **_BLOOM,
+    "h.*.self_attention": LocalAttributes(
+        "num_heads", "num_kv_heads", heads={"alibi": 0, "attention_mask": 1}
+    ),
 }
 
 DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Style], Mapping[str, Style]]]] = {
@@ -84,6 +91,7 @@ DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Style], Mapping[str, Style]]]] =
     **dict.fromkeys(("opt", "bart", "mbart"), (_BART, {"lm_head": "colwise_gather_output"})),
     "whisper": (_BART, {"proj_out": "colwise_gather_output"}),
     "clip": (_BART, {}),
+    "bloom": (_BLOOM, {"lm_head": "colwise_gather_output"}),
     "falcon": (_FALCON, {"lm_head": "colwise_gather_output"}),
     "t5": (_T5, {"lm_head": "colwise_gather_output"}),
     "vit": (_VIT, {}),

@@ -1,7 +1,7 @@
 """Forwards of a plan's modules in the body: changes of layout around each module's own forward."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from string import ascii_lowercase
 from types import MethodType
@@ -80,7 +80,8 @@ def style_forward(plan: Plan, path: str, module: nn.Module, shared: Shared) -> N
     name = repr(path) if path else type(module).__name__
     if isinstance(layouts.style, LocalAttributes):
         _divide(layouts.style.names, axis_size(plan.axis), name, module)
-        return
+        if not layouts.style.heads:
+            return
     own = vars(module).get("forward") or MethodType(type(module).forward, module)
     if isinstance(layouts.style, ExpertsParallel):
         computable(module)
@@ -142,6 +143,8 @@ class _Forward:
         for name, change in self.layouts.named.items():
             what = f"the input {name!r}"
             kwargs[name] = self._relayout(kwargs[name], change, self.replicate, what)
+        if isinstance(self.layouts.style, LocalAttributes):
+            kwargs |= self._of_own_heads(self.layouts.style, kwargs)
         if isinstance(self.layouts.style, RowwiseParallel):
             return self._summed(args, kwargs)
         return self._outputs(self._run(args, kwargs))
@@ -173,6 +176,18 @@ class _Forward:
                 "positional inputs are passed; give one for each, or None."
             )
         return self._each(args, changes, self.replicate, "input")
+
+    def _of_own_heads(
+        self, style: LocalAttributes, kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the inputs that have rows of all heads, with those of this rank's."""
+        count = getattr(self.module, style.names[0]) * axis_size(self.axis)
+        for name, dim in style.heads.items():
+            x = kwargs.get(name)
+            if isinstance(x, Tensor) and x.shape[dim] % count == 0:
+                rows, change = x.unflatten(dim, (-1, count)), (Replicate(), Shard(dim + 1))
+                own = self._relayout(rows, change, I, f"the input {name!r}")
+                yield name, own.flatten(dim, dim + 1)
 
     def _source(self, x: object, change: Change | None) -> Change | None:
         """Returns the change of the input of a style for one tensor.

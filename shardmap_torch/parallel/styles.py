@@ -66,9 +66,14 @@ class ExpertsDispatch(ExpertsParallel):
 class LocalAttributes(_Ours):
     """Divides integers of a module by the number of ranks: numbers of heads, sizes of a split."""
 
-    def __init__(self, *names: str) -> None:
-        """Takes the names of the attributes."""
-        self.names = names
+    def __init__(self, *names: str, heads: Mapping[str, int] | None = None) -> None:
+        """Takes the names of the attributes.
+
+        `heads` names keyword inputs that have a row for each head, or for each head of each
+        sequence, as biases of positions (ALiBi), and the dim of these: a rank gets its heads' own.
+        The number of heads is the first attribute.
+        """
+        self.names, self.heads = names, heads or {}
 
 
 class PackedColwiseParallel(ColwiseParallel):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardmap_torch import SpecError, make_mesh, parallelize
+from shardmap_torch.parallel import LocalAttributes
 from tests.programs.support.harness import random
 
 MESH = make_mesh((2,), ("tp",), kind="simulated")
@@ -83,6 +84,31 @@ class Latent(nn.Module):
         return y
 
 
+class Biased(nn.Module):
+    """Heads with one factor for each, those of all sequences in one dim, as ALiBi is in Bloom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, *, bias: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).flatten(0, 1) * bias
+        y: Tensor = self.o(q.unflatten(0, (-1, self.num_heads)).transpose(1, 2).flatten(2))
+        return y
+
+
+class WithBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Biased()
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.arange(4.0 * len(x), dtype=x.dtype)[:, None, None]
+        y: Tensor = self.attention(x, bias=bias)
+        return y
+
+
 X, IDS = random((2, 3, 8), 0), torch.tensor([[0, 7, 3]])
 
 CASES: dict[str, tuple[nn.Module, Any, Tensor]] = {
@@ -95,6 +121,14 @@ CASES: dict[str, tuple[nn.Module, Any, Tensor]] = {
     "Conv1D by rows": (Conv1D(6, 8), "rowwise_rep", X),
     "an update by columns": (Adapted(), "colwise_rep", X),
     "an update by rows": (Adapted(), "rowwise_rep", X),
+    "a bias of each head": (
+        WithBias(),
+        {
+            "attention": LocalAttributes("num_heads", heads={"bias": 0}),
+            **{"attention.q": "colwise", "attention.o": "rowwise"},
+        },
+        X,
+    ),
     "a key of all heads": (Latent(), {"q": "colwise", "k": "mla_kv_a_proj", "o": "rowwise"}, X),
 }
 

@@ -91,19 +91,20 @@ def test_what_is_recomputed_on_processes_gives_the_gradients_of_one_device(gloo:
     gloo(2).run(on_processes, timeout=100)
 
 
-def recomputes_layers(mesh: Mesh) -> None:
-    one, ours = make_model("llama").double(), make_model("llama").double()
+def recomputes_layers(mesh: Mesh, name: str = "llama") -> None:
+    one, ours = make_model(name).double(), make_model(name).double()
     ours.activation_checkpointing_enable()
     parallelize(ours, mesh)
     for model in (one, ours):
-        model.train()(**make_batch("llama")).loss.backward()
-    for name, value in ours.named_parameters():
-        expected = one.get_parameter(name).grad
+        model.train()(**make_batch(name)).loss.backward()
+    for key, value in ours.named_parameters():
+        expected = one.get_parameter(key).grad
         torch.testing.assert_close(global_value(value.grad), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_model_of_transformers_recomputes_its_layers() -> None:
-    recomputes_layers(SIMULATED)
+@pytest.mark.parametrize("name", ["llama", "t5"])  # which makes leaves within a layer
+def test_a_model_of_transformers_recomputes_its_layers(name: str) -> None:
+    recomputes_layers(SIMULATED, name)
 
 
 def test_a_choice_of_what_is_recomputed_is_refused() -> None:

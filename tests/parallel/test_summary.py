@@ -71,7 +71,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
     assert str(caught.value) == (
         "parallelize: Sequential carries no plan, and there is none for its type; there is one for "
         "'gpt2', 'bert', 'roberta', 'xlm-roberta', 'camembert', 'opt', 'bart', 'mbart', 'whisper', "
-        "'clip', 'falcon', 't5', 'vit'.\n"
+        "'clip', 'bloom', 'falcon', 't5', 'vit'.\n"
         'Fix: pass a plan, as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
     )
 
