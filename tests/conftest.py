@@ -32,11 +32,12 @@ os.environ["SHARDMAP_PROGRESS"] = "0"  # a slow machine would add lines to what 
 SLOW: Final = {
     Path(__file__).parent / name
     for name in (
-        *("checker/end_to_end", "examples", "faults", "nn", "parallel", "programs", "saving"),
-        *("checker/rules/test_rules.py", "collectives/test_table.py", "kernels/test_typed.py"),
-        *("kernels/test_lanes.py", "kernels/test_engine.py", "test_lax.py"),
-        *("kernels/test_planner.py", "checker/test_sizes.py", "ops/test_reduce.py"),
-        *("checker/verify/test_repairs.py", "ops/test_reshard.py"),
+        *("checker/end_to_end", "checker/spmd", "examples", "faults", "nn", "parallel", "programs"),
+        *("run/trials", "saving", "test_readme.py"),
+        *("checker/rules/test_rules.py", "collectives/test_table.py", "kernels/test_lanes.py"),
+        *("kernels/test_engine.py", "kernels/test_planner.py", "test_lax.py"),
+        *("checker/test_sizes.py", "checker/verify/test_repairs.py"),
+        *("ops/test_reduce.py", "ops/test_reshard.py"),
     )
 }
 
@@ -48,25 +49,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Returns the cases of tests marked `sample(n)` but for `n`.
+    """Returns the cases of tests marked `sample(n, *names)` but for `n`.
 
-    These are told by a hash of their names, so that a new case takes the place of one at most.
+    Those of these names come first. Others are told by a hash of theirs, so that a new case takes
+    the place of one at most.
     """
     cases = defaultdict(list)
     for item in items:
-        if mark := item.get_closest_marker("sample"):
-            cases[item.path, item.name.partition("[")[0], *mark.args].append(item)
-    ranked = (
-        (number, sorted(found, key=lambda item: crc32(item.name.encode())))
+        mark = item.get_closest_marker("sample")
+        if mark and not item.get_closest_marker("fuzz"):
+            test, _, case = item.name.removesuffix("]").partition("[")
+            rank = case not in mark.args[1:], crc32(item.name.encode())
+            cases[item.path, test, mark.args[0]].append((rank, item))
+    return {
+        item
         for (_, _, number), found in cases.items()
-    )
-    return {item for number, found in ranked for item in found[number:]}
+        for _, item in sorted(found, key=lambda ranked: ranked[0])[number:]
+    }
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests that need several processes, or many runs, slow; skips what lacks a device.
 
-    Leaves out what only `make fuzz` runs: a third of all tests, of which each costs milliseconds.
+    Leaves out what only `make fuzz` runs: a third of all cases.
     """
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",

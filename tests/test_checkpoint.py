@@ -707,6 +707,7 @@ def layers_that_save(check: Any, **kind: Any) -> None:
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("check", ["local", "global", False])
 @pytest.mark.parametrize("kind", ["vmap", "ranks", "processes"])
 def test_layers_that_save_results_are_one_device(check: Any, kind: Any, gloo: Gloo) -> None:

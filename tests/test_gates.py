@@ -114,6 +114,8 @@ TESTS = [path for path in SOURCES if path.name.startswith("test_")]
 
 def imported_tests(source: str) -> list[str]:
     """The modules of tests that a source imports."""
+    if ".test_" not in source:
+        return []
     modules = [
         node.module or ""
         for node in ast.walk(ast.parse(source))

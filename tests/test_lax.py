@@ -69,6 +69,7 @@ def check_golden(mesh: Mesh, case: dict[str, Any], check: bool) -> None:
         )
 
 
+@pytest.mark.sample(54)
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["expression"])

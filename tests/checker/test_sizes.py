@@ -152,6 +152,7 @@ def mapped(case: Case, check: Any, mesh: Any = MESH) -> Callable[..., Any]:
     return shard_map(case.body, mesh=mesh, check=check, **specs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", CASES)
 def test_many_sizes_cost_three_checks_and_have_the_values_of_one_device(
@@ -183,6 +184,7 @@ def test_500_batch_sizes_cost_three_checks(
     assert len(exact) == 2  # the third derives
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_program_at_a_size_is_what_a_check_of_that_size_finds(

@@ -30,6 +30,7 @@ def assert_equals_one_device(actual: tuple[dict[str, Tensor], dict[str, Tensor]]
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["auto", "vmap", "ranks"])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 1, 2)])
 def test_the_layer_on_a_simulated_mesh_is_that_of_one_device(
@@ -38,6 +39,7 @@ def test_the_layer_on_a_simulated_mesh_is_that_of_one_device(
     assert_equals_one_device(on_mesh(sizes, strategy))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
 def test_the_layer_on_processes_is_that_of_one_device(
     gloo: Gloo, sizes: tuple[int, int, int]

@@ -10,6 +10,7 @@ from shardmap_torch import make_mesh
 from tests.faults.support import growth
 from tests.faults.support.growth import Sample
 from tests.faults.support.world import World
+from tests.support.fuzzing import sampled
 
 
 def require_flat(samples: list[Sample], objects: float, mebibytes: float) -> None:
@@ -41,13 +42,16 @@ def test_what_torch_remembers_of_checks_is_bounded(monkeypatch: pytest.MonkeyPat
     assert len(FakeTensorMode.cache) <= several
 
 
-@pytest.mark.parametrize("strictness", [True, "global"])
+STRICTNESSES = pytest.mark.parametrize("strictness", sampled([True, "global"], "global"))
+
+
+@STRICTNESSES
 def test_checks_of_dropped_functions_leave_no_objects(strictness: Any) -> None:
     first, *_, last = growth.dropped(strictness, 6)
     assert last.objects - first.objects < 10 * (last.after - first.after), (first, last)
 
 
-@pytest.mark.parametrize("strictness", [True, "global"])
+@STRICTNESSES
 def test_refused_checks_leave_no_objects(strictness: Any) -> None:
     first, last = growth.refused(strictness, 6)
     assert last.objects - first.objects < 10 * (last.after - first.after), (first, last)

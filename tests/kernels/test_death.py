@@ -76,6 +76,7 @@ def rank_1_dies(call: Callable[[Tensor, Tensor], Tensor], backward: bool, folder
             (folder / str(dist.get_rank())).write_text(f"{taken:.3f} {error}")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", sampled((2, 3, 4), 3))
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("call", [gather, scatter, reduce])

@@ -136,7 +136,7 @@ def run(name: str, transport: str, num_ranks: int, parts: int = 2, **options: An
     return watch(num_ranks, transport, partial(started, name, parts), **options)
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("num_ranks", sampled(range(1, 17), 2, 5))
 @every_transport
 @every_kernel
@@ -220,7 +220,7 @@ def test_without_any_single_record_wait_or_keep_some_kernel_is_refused(transport
     assert {place for place in places if not is_missed(place, transport)} == set()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @every_transport
 @every_kernel
 def test_a_kernel_that_ends_in_an_error_frees_nothing_still_in_use(

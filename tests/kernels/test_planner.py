@@ -105,6 +105,7 @@ def problem(name: str, num_ranks: int) -> Problem:
     )
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("num_ranks", sampled([2, 4, 8], 4))
 @pytest.mark.parametrize("slower", [0.25, 1, 4], ids=["comm", "even", "compute"])

@@ -41,6 +41,7 @@ def equals_torch(name: str, mesh: Mesh) -> None:
     assert_equal(train(mesh, make(), synced(make(), max_norm)), expected)
 
 
+@pytest.mark.sample(5, "sgd, nesterov-vmap")
 @ON_EVERY_MESH
 @pytest.mark.parametrize("name", CASES)
 def test_training_on_shards_equals_torch_on_one_device(kind: Any, name: str, gloo: Gloo) -> None:

@@ -37,6 +37,7 @@ def grid(*sizes: int, simulate: Any = "auto") -> Mesh:
     return make_mesh(sizes, names, kind="simulated", simulate=simulate)
 
 
+@pytest.mark.sample(2, "shards, kept for the backward")
 @pytest.mark.parametrize("mode", MODES)
 def test_three_steps_on_simulated_ranks_are_those_of_one_device(mode: str) -> None:
     both("Llama", grid(2, 2), **MODES[mode])
@@ -56,6 +57,7 @@ def weighted(out: Tensor) -> Tensor:
     return (out * torch.linspace(0, 1, out.numel(), dtype=out.dtype).view(out.shape)).sum()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gemma", "gpt2", "t5"])
 def test_tied_packed_and_repeated_parameters_of_transformers(name: str) -> None:
     one = make_model(name, num_layers=1 if name == "t5" else 2).double()
@@ -189,6 +191,7 @@ def of_rows(name: str, mesh: Mesh, rows: slice, **options: Any) -> None:
             torch.testing.assert_close(grad, value.grad, rtol=1e-5, atol=1e-6, msg=key)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_losses_by_labels_and_masks_of_transformers_are_those_of_the_batch(name: str) -> None:
     of_rows(name, grid(2, 2), slice(None), **{"dp": "dp"} if name == "bert" else {"fsdp": "dp"})

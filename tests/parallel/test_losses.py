@@ -55,6 +55,7 @@ CASES: list[tuple[Any, Tensor, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("loss", "target", "options"), CASES)
 def test_a_loss_and_its_gradients_are_those_of_the_batch(
     loss: Any, target: Tensor, options: dict[str, Any]

@@ -250,6 +250,7 @@ def compare(name: str) -> None:
             assert theirs.moves == scenario.moves[at], (name, at, theirs.moves)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CASES)
 def test_a_scenario_gives_what_torch_gives(name: str, gloo: Gloo) -> None:
     gloo(2).run(compare, name, timeout=60)

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 CASES = [pytest.param(program, id=name) for name, program in PROGRAMS.items()]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
 @pytest.mark.parametrize("program", CASES)
 def test_program_on_a_simulated_mesh_equals_one_device(
@@ -33,6 +34,7 @@ def test_program_on_a_simulated_mesh_equals_one_device(
         assert_same(simulated(program, num_ranks, strategy), expected)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("program", CASES)
 def test_program_on_processes_equals_one_device(program: Program, size: int, gloo: Gloo) -> None:

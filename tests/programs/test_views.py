@@ -98,6 +98,7 @@ FOLDED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("simulate", ["ranks", "auto"])
 @pytest.mark.parametrize("name", FOLDED)
 def test_a_folded_mixture_of_experts_equals_one_device(name: str, simulate: Any) -> None:

@@ -81,6 +81,7 @@ def three_steps(step: Callable[..., Any], args: Any) -> list[Tensor]:
     return tensors((params, state, value))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("check", ["local", "global", False])

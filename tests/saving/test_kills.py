@@ -51,6 +51,7 @@ def dying(at: str) -> Any:
     return places[at]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("at", "rank", "resumed"),
     [

@@ -31,6 +31,7 @@ def test_a_right_loop_over_microbatches_is_accepted_and_that_of_one_device(
         assert is_that_of_one_device(program, sizes) is True, program
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_mutant_is_refused_or_that_of_one_device(sizes: tuple[int, int]) -> None:
     refused = 0

@@ -25,6 +25,7 @@ BY_NAME: Final = {name_of(info): info for info in RUNNABLE}
 aten = torch.ops.aten
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("info", SAMPLE, ids=name_of)
 def test_what_is_accepted_is_what_one_device_computes(info: Any) -> None:
     assert fuzz(info, samples=2, draws=4).wrong == []

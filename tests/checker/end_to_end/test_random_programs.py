@@ -52,13 +52,13 @@ def examples(count: int, many: int) -> Callable[[X], X]:
     return chosen
 
 
-@examples(10, 1_300)
+@examples(6, 1_300)
 @given(drawn=programs(10))
 def test_an_accepted_program_is_right(drawn: tuple[Program, Any]) -> None:
     assert wrongs_of(*drawn) == []
 
 
-@examples(5, 500)
+@examples(3, 500)
 @given(drawn=programs(), seed=SEEDS)
 def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: int) -> None:
     program, shape = drawn
@@ -72,7 +72,7 @@ def test_a_step_against_the_rules_is_refused(drawn: tuple[Program, Any], seed: i
         assert judged(wrong, shape)[0] is None, wrong
 
 
-@examples(5, 500)
+@examples(3, 500)
 @given(drawn=programs(6), seed=SEEDS)
 def test_no_mutant_of_an_accepted_program_computes_wrong_gradients(
     drawn: tuple[Program, Any], seed: int

@@ -187,7 +187,7 @@ def outcome(name: str, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tenso
     return [full(x) for x in flatten(mapped(*PROGRAMS[name][2]))[0]]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_accepted_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = outcome(name, ONE, monkeypatch)
@@ -207,7 +207,7 @@ def mutated(name: str, old: str, new: str, path: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.sample(22)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(("name", "old", "new"), MUTANTS)
 def test_a_mutant_is_refused_with_a_line(name: str, old: str, new: str, tmp_path: Path) -> None:
     module: Any = mutated(name, old, new, tmp_path / "mutant.py")

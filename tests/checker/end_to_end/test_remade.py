@@ -76,6 +76,7 @@ RANDOM = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("outcome_of", RANDOM)
 def test_answers_on_random_programs_are_those_made_anew(outcome_of: Callable[[int], str]) -> None:
     with remaking() as counts:

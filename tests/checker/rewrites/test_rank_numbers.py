@@ -71,6 +71,7 @@ PAIRS: Final = [
 ]
 
 
+@pytest.mark.sample(4, "ranks-True")
 @pytest.mark.parametrize("check", [True, "global", False])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_each_rank_takes_its_part(kind: Any, check: Any, gloo: Gloo) -> None:

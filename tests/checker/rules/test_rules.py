@@ -44,6 +44,7 @@ FILES: Final = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [name for name in ROWS if FUZZ or name in SAMPLE | CHANGED])
 def test_row_holds_on_every_recorded_call(name: str) -> None:
     op, row = ROWS[name]
@@ -89,6 +90,7 @@ def test_rows_speak_of_arguments_that_exist() -> None:
         assert len(row.results) in (0, len(op._schema.returns)), op
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", sorted(SAMPLE))
 def test_loosened_row_is_caught_unless_it_is_true_as_well(name: str) -> None:
     assert holding(fates(name)) == TRUE.get(name, {}).keys()

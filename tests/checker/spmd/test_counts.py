@@ -54,6 +54,7 @@ COUNTS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b"))], ids=str)
 def test_the_number_of_a_rank_s_rows_is_a_pending_sum(name: str, spec: P) -> None:

@@ -198,6 +198,7 @@ def test_accepts_one_device_programs(body: Body) -> None:
     accepted(body, P("dp"))
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("body", WRONG, ids=name_of)
 def test_rejects_what_is_another_program_on_one_device(
     body: Body, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +232,7 @@ OF_LOCAL_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", OF_LOCAL_SIZE)
 def test_no_number_of_local_size_passes(name: str) -> None:
     def body(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:

@@ -102,6 +102,7 @@ def text(body: Callable[..., Tensor]) -> str:
         return str(error)
 
 
+@pytest.mark.sample(5, "a draw-True")
 @pytest.mark.parametrize("gradient", sampled([False, True], True))
 @pytest.mark.parametrize("different", DIFFERENT)
 def test_a_layer_that_differs_is_compared_as_if_there_were_no_others(

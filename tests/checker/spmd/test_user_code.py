@@ -174,6 +174,7 @@ CASES: Final = [
 ]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("make", "name"), CASES)
 def test_what_is_accepted_is_what_one_device_does(make: str, name: str) -> None:
     body, out = MAKES[make][0](BACKS[name][1]), MAKES[make][1]

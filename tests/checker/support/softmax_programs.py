@@ -16,7 +16,7 @@ from tests.support.fuzzing import FUZZ
 
 SPEC = P(None, "a")
 
-SEEDS = range(2000 if FUZZ else 12)
+SEEDS = range(2000 if FUZZ else 7)
 """A few programs in `make test`."""
 
 

@@ -13,7 +13,7 @@ from tests.checker.support.one_device import ONE, RANKS
 from tests.checker.support.outcomes import outcome
 from tests.support.fuzzing import FUZZ
 
-SEEDS = range(10, 2010 if FUZZ else 22)
+SEEDS = range(10, 2010 if FUZZ else 17)
 """A few programs in `make test`."""
 
 TABLE = P("a", invariant={"b"})

@@ -85,6 +85,7 @@ BODIES: Final = [
 ]
 
 
+@pytest.mark.sample(14)
 @MESHES
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("body", BODIES)

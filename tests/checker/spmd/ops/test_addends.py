@@ -81,6 +81,7 @@ WRONG: Final[dict[str, tuple[Step, str]]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dp", [2, 3])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_equal_on_all_ranks_is_averaged_with_the_means(name: str, dp: int) -> None:
@@ -165,7 +166,7 @@ def test_a_random_sum_that_is_accepted_is_that_of_one_device() -> None:
     mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="ranks")
     specs: Any = {"in_specs": (P(), P("dp")), "out_specs": P()}
     accepted = 0
-    for seed in range(sized(30, 1_500)):
+    for seed in range(sized(18, 1_500)):
         step = drawn(random.Random(seed))
         try:
             got = shard_map(step, mesh=mesh, check="global", **specs)(W, X)
@@ -174,4 +175,4 @@ def test_a_random_sum_that_is_accepted_is_that_of_one_device() -> None:
         accepted += 1
         want = shard_map(step, mesh=one, check=True, **specs)(W, X)
         torch.testing.assert_close(got, want, msg=str(seed))
-    assert accepted > sized(3, 150)
+    assert accepted > sized(1, 150)

@@ -192,6 +192,7 @@ def counted(h: Tensor) -> Tensor:
     return all_reduce((h > 0).any(-1, keepdim=True), "tp", dst=R).to(h.dtype)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("scale", "text"),
     [

@@ -66,6 +66,7 @@ STARTS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", STARTS)
 @pytest.mark.parametrize("spec", [P("a"), P(("b", "a"))], ids=str)
 def test_what_is_made_of_equal_rows_is_sharded_like_what_it_meets(name: str, spec: P) -> None:

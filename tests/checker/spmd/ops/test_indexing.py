@@ -185,6 +185,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
 }
 
 
+@pytest.mark.sample(13, "assigned targets")
 @pytest.mark.parametrize("name", RIGHT)
 def test_positions_in_shards_are_those_of_one_device(name: str) -> None:
     assert_is_one_device(*RIGHT[name])

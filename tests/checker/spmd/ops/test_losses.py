@@ -50,6 +50,7 @@ def run(of: Loss, targets: Tensor = IDS, **mesh: Any) -> tuple[Tensor, Tensor]:
     return found
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("of", LOSSES)
 @pytest.mark.parametrize("simulate", ["vmap", "ranks"])
 def test_averaged_means_of_a_loss_are_its_mean_on_one_device(of: Loss, simulate: str) -> None:

@@ -144,6 +144,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", RIGHT)
 def test_networks_on_shards_are_those_of_one_device(name: str) -> None:
     assert_is_one_device(*RIGHT[name])
