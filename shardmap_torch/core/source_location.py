@@ -32,7 +32,7 @@ _OWN: Final = (
 )
 
 _VERIFIES: Final = str(_HERE / "shardmap_torch/checker/verify/")
-"""Where the functions are that call bodies in a check, and their backwards."""
+"""The folder of the functions that call bodies in a check, and their backwards."""
 
 _LIBRARY: Final = sysconfig.get_path("stdlib") + "/"
 """Python's own; installed packages lie below it too, but for those in a virtual environment."""

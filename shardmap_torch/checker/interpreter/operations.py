@@ -85,7 +85,7 @@ _WITHOUT_DATA: Final = (
     AssertionError,
     NotImplementedError,
 )
-"""By which torch says that an operation does not work on fake tensors, and not what is wrong."""
+"""Exceptions by which torch says that an operation lacks fake tensors, and not what is wrong."""
 
 _ONE_DTYPE: Final = overloads("mm bmm addmm baddbmm mv dot")
 """Operations that reject operands of several dtypes, except on fake tensors."""

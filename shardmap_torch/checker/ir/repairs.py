@@ -114,7 +114,7 @@ class Insert:
 
 
 FIRST: Final = Insert("axis_index", ())
-"""What stands for the index of a rank on one device, which is the first rank: 0."""
+"""The index of a rank on one device, which is the first rank: 0."""
 
 
 def nested(chain: Sequence[Insert], x: str) -> str:
