@@ -35,7 +35,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 def moves_of(group: Any) -> Mapping[str, Move]:
-    """What the mappings do, in one direction or the other."""
+    """Returns moves of the mappings, in one direction or the other."""
 
     def columns(x: Tensor) -> tuple[Tensor, ...]:
         return x.chunk(group.size(), -1)
@@ -151,7 +151,7 @@ PROGRAMS: Final[dict[str, Program]] = {
     "rows to columns": ("rows to columns", "columns to rows", "x u", ROWS, COLUMNS, COLUMNS),
     "columns to rows": ("columns to rows", "rows to columns", "x u", COLUMNS, ROWS, ROWS),
 }
-"""What a mapping does to values, and to gradients; its use, the specs of both, and the result's."""
+"""The moves of a mapping and of its gradients; its use, the specs of both, and the result's."""
 
 
 def assert_right(f: Callable[..., Any], reference: Callable[..., Tensor], *args: Tensor) -> None:
