@@ -136,8 +136,7 @@ def shard_map(
             checker; with `check=False` it must be named in `replicate=` or `invariant=` if the
             input can receive a gradient.
         out_specs: pytree prefix of specs of the result. An axis that a spec neither mentions nor
-            names in `replicate=` is invariant: every rank returns the same and repeats the same
-            computation.
+            names in `replicate=` is invariant: all ranks return the same, by the same computation.
         mesh: the mesh; by default that of the enclosing body, or else of `use_mesh`. It is looked
             up in each call.
         axis_names: the axes that this function is mapped over; by default all that the enclosing
@@ -203,8 +202,7 @@ def shard_map(
             donate=donate,
             check_vma=check_vma,
         )
-    if check_vma is not None:
-        check = _read_check_vma(check_vma, check)
+    check = _read_check_vma(check_vma, check)
     if not callable(f):
         raise SpecError(f"shard_map takes a function, not {show(f)}; specs are keyword arguments.")
     _check_in_specs(in_specs)
@@ -227,7 +225,8 @@ def shard_map(
             error.__traceback__ = users_part(error)
             raise
         finally:
-            set_compiler(compiler)
+            if compiler is not None:
+                set_compiler(compiler)
 
     if not torch.compiler.is_dynamo_compiling():
         leave_uncompiled(mapped, nested=False)
@@ -334,8 +333,10 @@ def _check_replay(replay: object, strictness: Strictness | None, donate: Sequenc
 _STRICTNESS: Final[Mapping[str, Strictness]] = {"local": "local", "global": "global"}
 
 
-def _read_check_vma(check_vma: object, check: Check) -> bool:
-    """Reads JAX's word for `check`, which the caller uses in its place."""
+def _read_check_vma(check_vma: object, check: Check) -> Check:
+    """Reads JAX's word for `check`, which the caller may use in its place."""
+    if check_vma is None:
+        return check
     if not isinstance(check_vma, bool) or check is not True:
         raise SpecError(
             f"check_vma={show(check_vma)} is JAX's word for check: it takes a bool, and stands in "

@@ -49,8 +49,7 @@ def split(x: Tensor, spec: P, mesh: Mesh) -> tuple[Tensor, tuple[str, ...]]:
 def join(stacked: Tensor, spec: P, mesh: Mesh, axes: Sequence[str]) -> Tensor:
     """Joins local values; inverse of `split` for the axes `axes` of the leading dims.
 
-    Over an axis that `spec` does not mention it takes the first rank's value, over a partial axis
-    the sum.
+    Takes the first rank's value over an axis that `spec` does not mention; sums over a partial one.
     """
     rest = list(axes)
     for axis in axes:
