@@ -214,18 +214,19 @@ def test_a_walk_does_not_enter_the_verdicts_of_mapped_functions() -> None:
 
 def test_an_entry_that_moves_to_the_next_container_is_seen() -> None:
     tables: list[dict[str, int]] = [{"a": 1, "b": 2}, {"c": 3}, {}]
-    sequences = [[1, 2], [3], []]
+    sequences, own = [[1, 2], [3], []], type("Own", (list,), {})([1])
     for change in (
         partial(tables.__setitem__, slice(2), [{"a": 1}, {"b": 2, "c": 3}]),
         partial(tables[2].update, d=4),
         partial(sequences[2].append, 4),
         partial(sequences.sort, key=len),
+        partial(own.append, 2),
     ):
-        found = State(lambda: (tables, sequences))
+        found = State(lambda: (tables, sequences, own))
         assert found.holds()
         change()
         assert not found.holds()
-        assert State(lambda: (tables, sequences)).found != found.found
+        assert State(lambda: (tables, sequences, own)).found != found.found
 
 
 def test_equal_states_are_found_equal_in_other_objects() -> None:

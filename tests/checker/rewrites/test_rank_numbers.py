@@ -40,6 +40,12 @@ def _width(x: Tensor, mesh: Mesh) -> int:
     return x.shape[1] // dist.get_world_size(axis_group(mesh, "tp"))
 
 
+def _write(x: Tensor, rank: Any, n: int) -> Tensor:
+    parts = x.new_zeros(x.shape[1] // n, x.shape[0], n)
+    parts[rank] = x.chunk(len(parts), 1)[rank]
+    return parts[rank]
+
+
 TAKING: Final[dict[str, Callable[[Tensor, Any, int], Tensor]]] = {
     "chunk": lambda x, rank, n: x.chunk(x.shape[1] // n, 1)[rank],
     "split": lambda x, rank, n: torch.split(x, n, dim=1)[rank].contiguous(),
@@ -48,6 +54,7 @@ TAKING: Final[dict[str, Callable[[Tensor, Any, int], Tensor]]] = {
     "unbind": lambda x, rank, n: x.unflatten(1, (-1, n)).unbind(1)[rank],
     "select": lambda x, rank, n: x.unflatten(1, (-1, n)).select(1, rank),
     "number": lambda x, rank, n: x.unflatten(1, (-1, n))[:, rank],
+    "written": _write,
     "positions": lambda x, rank, n: x[:, torch.arange(rank * n, rank * n + n)],
 }
 """Ways in which it may take the rank's part of a tensor."""

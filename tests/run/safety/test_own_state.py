@@ -292,9 +292,22 @@ def own_closure() -> Callable[[Tensor], Tensor]:
     return body
 
 
+def own_slot() -> Callable[[Tensor], Tensor]:
+    held = type("Slotted", (), {"__slots__": ("calls",)})()
+
+    def body(x: Tensor) -> Tensor:
+        held.calls = getattr(held, "calls", 0) + 1
+        return x * held.calls
+
+    return body
+
+
+BODIES = [counter, first_time, Counts(), by_length, own_closure(), own_slot()]
+
+
 @pytest.mark.parametrize("simulate", MESHES)
 @pytest.mark.parametrize("strictness", ["local", "global"])
-@pytest.mark.parametrize("body", [counter, first_time, Counts(), by_length, own_closure()])
+@pytest.mark.parametrize("body", BODIES)
 def test_a_body_that_counts_its_calls_counts_them_as_one_process(
     body: Any, strictness: Any, simulate: str
 ) -> None:
