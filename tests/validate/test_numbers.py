@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from shardmap_torch import I, Partial, R, V
+from shardmap_torch import I, Partial, R, ShardTypeError, V
 from shardmap_torch.run.trials.draws import random_like
 from shardmap_torch.types import AxisType, K, Z
-from shardmap_torch.validate.numbers import refute, shifted, tolerance_of, total
+from shardmap_torch.validate.numbers import Fault, Findings, refute, shifted, tolerance_of, total
 
 
 def column(*values: float) -> list[torch.Tensor]:
@@ -67,3 +67,28 @@ def test_tolerance_is_that_of_the_coarsest_dtype() -> None:
 def test_integers_stay_in_range() -> None:
     drawn = random_like(torch.tensor([2, 7]).expand(50, 2), torch.Generator().manual_seed(0))
     assert set(drawn.flatten().tolist()) == {2, 3, 4, 5, 6, 7}
+
+
+def test_the_worst_of_all_runs_is_reported_and_every_wrong_claim_once() -> None:
+    findings = Findings("f")
+    for worst in (1.0, 3.0, 2.0):
+        findings.note("x is P", Fault("wrong", worst, 4.0))
+    findings.note("x is P", None)
+    findings.note("y is R", Fault("the ranks differ", 1.0, 1.0))
+    with pytest.raises(ShardTypeError) as caught:
+        findings.report()
+    assert str(caught.value) == (
+        "validate_rule: f: 2 claims do not hold:\n"
+        "  x is P: wrong; the worst difference is 3, where values reach 4\n"
+        "  y is R: the ranks differ; the worst difference is 1, where values reach 1"
+    )
+
+
+def test_claims_that_held_are_reported_in_order() -> None:
+    findings = Findings("f", tried=2, refused={"(x: Partial)": None})
+    for claim in ("b", "a", "b"):
+        findings.note(claim, None)
+    assert findings.report().shown == ("b", "a")
+    assert str(findings.report()) == (
+        "f: 2 claims hold in 2 runs\n  b\n  a\n  refused: (x: Partial)"
+    )

@@ -1,13 +1,40 @@
-"""Typings of an operator or a local function, compared with numbers."""
+"""Typings of an operator, its decomposition, or a local function, compared with numbers."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import Row, ShardTypeError, SpecError, register_rule, validate_rule
+from shardmap_torch import (
+    Row,
+    ShardTypeError,
+    SpecError,
+    register_decomposition,
+    register_rule,
+    validate_rule,
+)
 
 aten = torch.ops.aten
+
+
+def elementwise(name: str, f: Callable[[Tensor], Tensor]) -> Any:
+    """A new operator of `x`."""
+    made = torch.library.custom_op(
+        f"validate_test::{name}", f, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    made.register_fake(torch.empty_like)
+    return made
+
+
+rectify = elementwise("rectify", torch.relu)
+noisy = elementwise("noisy", lambda x: x + torch.randn_like(x))
+half_zero = elementwise("half_zero", lambda x: 0.5 * x)
+cube = elementwise("cube", lambda x: x**3)
+unknown = elementwise("unknown", torch.clone)
+never = elementwise("never", torch.clone)
 
 
 @torch.library.custom_op("validate_test::affine", mutates_args=())
@@ -20,44 +47,14 @@ def affine_linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return x @ w + b
 
 
-@torch.library.custom_op("validate_test::rectify", mutates_args=())
-def rectify(x: Tensor) -> Tensor:
-    return x.relu()
-
-
-@torch.library.custom_op("validate_test::noisy", mutates_args=())
-def noisy(x: Tensor) -> Tensor:
-    return x + torch.randn_like(x)
-
-
 @torch.library.custom_op("validate_test::ignore", mutates_args=())
 def ignore(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
-@torch.library.custom_op("validate_test::half_zero", mutates_args=())
-def half_zero(x: Tensor) -> Tensor:
-    return 0.5 * x
-
-
-@torch.library.custom_op("validate_test::cube", mutates_args=())
-def cube(x: Tensor) -> Tensor:
-    return x**3
-
-
 @torch.library.custom_op("validate_test::cube_backward", mutates_args=())
 def cube_backward(grad: Tensor, x: Tensor) -> Tensor:
     return 3 * grad * x**2
-
-
-@torch.library.custom_op("validate_test::unknown", mutates_args=())
-def unknown(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-@torch.library.custom_op("validate_test::never", mutates_args=())
-def never(x: Tensor) -> Tensor:
-    return x.clone()
 
 
 @torch.library.custom_op("validate_test::pick", mutates_args=())
@@ -76,8 +73,6 @@ def _cube_gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Te
 
 
 cube.register_autograd(_cube_gradient, setup_context=_save)
-for each in (rectify, noisy, half_zero, cube, unknown, never):
-    each.register_fake(lambda x: torch.empty_like(x))
 for each in (ignore, cube_backward):
     each.register_fake(lambda x, y: torch.empty_like(x))
 for each in (affine, affine_linear):
@@ -97,6 +92,7 @@ register_rule(test.never.default, Row(refuse="it is never right"))
 register_rule(test.pick.default, Row(linear=(("table",),)))
 
 X, W, B = torch.ones(2, 3), torch.ones(3, 4), torch.zeros(4)
+SCALE = torch.ones(3)
 
 
 def message(*args: object, **kwargs: object) -> str:
@@ -265,3 +261,87 @@ def test_fewer_than_two_ranks_are_an_error(num_ranks: int | tuple[int, ...]) -> 
     assert message(test.rectify.default, X, num_ranks=num_ranks) == (
         f"validate_rule: num_ranks is 2 or more, or several such numbers, not {num_ranks!r}."
     )
+
+
+def operator(
+    name: str,
+    f: Callable[..., Any],
+    meaning: Callable[..., Any],
+    results: str = "Tensor",
+    fake: Callable[..., Any] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """A new operator of `x` and `w`."""
+    made = torch.library.custom_op(
+        f"validate_test::{name}", f, mutates_args=(), schema=f"(Tensor x, Tensor w) -> {results}"
+    )
+    made.register_fake(f if fake is None else fake)
+    if backward is not None:
+        made.register_autograd(
+            backward,
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+    op = getattr(torch.ops.validate_test, name).default
+    register_decomposition(op, meaning)
+    return op
+
+
+def test_right_decomposition_is_shown_with_its_types() -> None:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+    def meaning(x: Tensor, w: Tensor) -> Tensor:
+        return torch.stack([x[0] * w, w * x[1]])
+
+    op = operator("scaled", lambda x, w: x * w, meaning, backward=backward)
+    found = validate_rule(op, X, SCALE)
+    assert "(x: Partial, w: R): result is Partial" in found.shown
+    assert "(x: V, w: R), cotangent V: gradient of w is V" not in found.shown  # V claims nothing
+    assert "(x: R, w: R), cotangent Partial: gradient of x is Partial" in found.shown
+    assert "(x: Partial, w: Partial)" in found.refused
+    assert "result is that of the decomposition" in found.shown
+
+
+def test_decomposition_that_computes_something_else_is_found_where_ones_would_hide_it() -> None:
+    op = operator("weighed", lambda x, w: x * w, lambda x, w: x * w.square())
+    (*_, claim) = message(op, X, SCALE, num_ranks=2).splitlines()
+    assert claim.startswith(
+        "  result is that of the decomposition: the operator gives something else; "
+        "the worst difference is "
+    )
+
+
+def test_type_that_does_not_hold_of_the_operator_is_found() -> None:
+    """The checker sees a sum pass; the operator's own rectifier is no linear function."""
+    op = operator("rectified", lambda x, w: x.relu() * w, lambda x, w: x * w)
+    lines = message(op, X, SCALE, num_ranks=2).splitlines()
+    assert any(
+        "(x: Partial, w: R): result is Partial: the sum depends on" in line for line in lines
+    )
+
+
+def test_each_of_several_results_is_compared() -> None:
+    op = operator(
+        "both", lambda x, w: (x * w, x + w), lambda x, w: (x * w, x - w), "(Tensor, Tensor)"
+    )
+    (*_, claim) = message(op, X, SCALE, num_ranks=2).splitlines()
+    assert claim.startswith("  result[1] is that of the decomposition: ")
+
+
+def test_another_dtype_is_found() -> None:
+    """Shapes and dtypes are compared on fake tensors; a kernel may differ from its fake."""
+    op = operator(
+        "wide", lambda x, w: (x * w).double(), lambda x, w: x * w, fake=lambda x, w: x * w
+    )
+    (*_, claim) = message(op, X, SCALE, num_ranks=2).splitlines()
+    assert "the dtypes are torch.float64 and torch.float32" in claim
+
+
+def test_an_operator_of_integers_is_compared() -> None:
+    def picked(x: Tensor, w: Tensor) -> Tensor:
+        return x[w]
+
+    op = operator("picked", picked, lambda x, w: torch.index_select(x, 0, w))
+    found = validate_rule(op, torch.randn(4, 2), torch.tensor([0, 3, 1]))
+    assert "result is that of the decomposition" in found.shown

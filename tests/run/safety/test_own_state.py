@@ -297,7 +297,7 @@ def own_slot() -> Callable[[Tensor], Tensor]:
 
     def body(x: Tensor) -> Tensor:
         held.calls = getattr(held, "calls", 0) + 1
-        return x * held.calls
+        return torch.mul(x, held.calls)
 
     return body
 
