@@ -4,7 +4,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -450,11 +452,9 @@ class Interpreter(TypeStore):
     def __init__(
         self, name: str, mesh: Mesh, branches: Branches, repair: Repair, env: "ShapeEnv | None"
     ) -> None:
-        """Starts an interpretation of the body `name`, on the path of `branches`.
-
-        `env` has the sizes that are symbols, if any are.
-        """
-        super().__init__(name, mesh.axis_names, fake_mode(env, self.refuse_thread))
+        """Starts an interpretation on the path of `branches`; `env` has symbols for sizes."""
+        refuse = partial(Interpreter.refuse_thread, proxy(self))  # it is freed without gc
+        super().__init__(name, mesh.axis_names, fake_mode(env, refuse))
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches)
         self.equations: list[Equation] = []
