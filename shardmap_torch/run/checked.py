@@ -6,8 +6,8 @@ step, so that what they have sent matches. One new check suffices if something h
 last one; a program that changes from run to run is an error.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -22,7 +22,7 @@ from shardmap_torch.checker.guards.monitor import (
     ResizedMonitor,
     depart,
 )
-from shardmap_torch.checker.guards.state import CapturedState, Signature, signature
+from shardmap_torch.checker.guards.state import CapturedState, Signature, State, signature
 from shardmap_torch.checker.interpreter.interpreter import closed_over_outer
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.ir.sizes import Sizes
@@ -73,9 +73,6 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
     Raises:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
     """
-    if torch.is_inference_mode_enabled():  # where torch takes no composite operator apart
-        with torch.inference_mode(False), torch.no_grad():
-            return verify(call, strictness)
     if strictness == "local":
         return verify_steps(call, strictness)
     from shardmap_torch.run.trials.by_numbers import by_numbers, keep_promises
@@ -83,6 +80,20 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
     verdict = verify_steps(call, strictness, by_numbers)
     is_open = verdict.traits.promises and not verdict.tried
     return keep_promises(call, strictness, verdict) if is_open else verdict
+
+
+@contextmanager
+def _taking_apart(states: Sequence[State]) -> Iterator[None]:
+    """Takes no_grad for inference mode, where torch takes no composite operator apart.
+
+    Not for code that asks which of them is on.
+    """
+    asks = any(state.mentions("is_inference_mode_enabled") for state in states)
+    if asks or not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Checked:
@@ -302,7 +313,7 @@ class Checked:
         torch.clear_autocast_cache()
         with autograd_state.set_aside(), postponing_full_collections(), postponing_dynamo():
             with undoing(call, states, is_simulated(call.mesh)) as (undone_call, undone):
-                with telling("checking", self._name):
+                with telling("checking", self._name), _taking_apart(states):
                     verdict = check(undone_call)
         torch.clear_autocast_cache()
         altered, read = tuple(sorted(undone.altered)), verdict.traits.closed_over

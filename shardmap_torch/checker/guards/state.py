@@ -220,6 +220,10 @@ class State:
         is_constant = kind in _CONSTANT or kind.__module__ == "dataclasses"
         return value is ABSENT or id(value) in CONSTANTS or is_constant
 
+    def mentions(self, name: str) -> bool:
+        """Returns whether code has a name, of an attribute for instance."""
+        return name in self._named
+
     def values(self) -> Mapping[int, tuple[str, Any]]:
         """Returns names and values of the plain values, by their places in the walk."""
         pairs = enumerate(zip(self.names, self.found, strict=True))

@@ -381,6 +381,7 @@ _QUESTIONS: Final[Mapping[_Question, tuple[str, tuple[str, str]]]] = {
     Tensor.untyped_storage: ("untyped_storage()", _HOW),
     _getter("_base"): ("_base", _HOW),
     _getter("_version"): ("_version", _HISTORY),
+    Tensor.is_inference: ("is_inference()", _HISTORY),
     _getter("is_leaf"): ("is_leaf", _HISTORY),
 }
 """Functions of torch that ask: their names, and the end of the message with its repair."""

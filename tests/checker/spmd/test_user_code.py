@@ -416,6 +416,22 @@ def test_inference_mode_takes_the_steps_of_no_grad() -> None:
     assert torch.equal(found, expected)
 
 
+def test_a_body_may_ask_for_inference_mode() -> None:
+    def asks(x: Tensor, w: Tensor) -> Tensor:
+        total = x.sum()
+        return all_reduce(
+            total * len(x) if torch.is_inference_mode_enabled() else total, "dp", dst=I
+        )
+
+    def asks_a_tensor(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(x.sum() * (len(x) if x.is_inference() else 1), "dp", dst=I)
+
+    with torch.inference_mode():
+        for body, match in (asks, "1/2 times that value"), (asks_a_tensor, r"is_inference\(\)"):
+            with pytest.raises(ShardTypeError, match=match):
+                mapped(body, RANKS, P())(X, W)
+
+
 def without_grad(x: Tensor) -> Tensor:
     with torch.no_grad():
         return x.tanh()
