@@ -15,7 +15,7 @@ from shardmap_torch.checker.ir.paths import SymbolicNumber
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.core.functorch import is_batched
-from shardmap_torch.core.source_location import answer_that_raises
+from shardmap_torch.core.source_location import answer_that_raises, user_call
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError, show_shape
 from shardmap_torch.types import Partial
@@ -169,6 +169,14 @@ def _leaving(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> A
     )
 
 
+def _pickled(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    """Leaves what `torch.distributed` sends as objects to the refusal of that call."""
+    found = user_call()
+    if found is not None and "torch/distributed/" in found[1].f_code.co_filename:
+        return func(*args, **kwargs)
+    return _leaving(interpreter, func, args, kwargs)
+
+
 def _format(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> str:
     """Formats dtype and shape, as there is no number; a run takes it, as `.item()` does."""
     interpreter.needs_ranks()
@@ -182,9 +190,8 @@ FUNCTIONS: Final[Mapping[Any, Any]] = {
     torch.is_nonzero: _bool,
     Tensor.is_nonzero: _bool,
     Tensor.tolist: _list,
-    **dict.fromkeys(
-        (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__), _leaving
-    ),
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.__dlpack__), _leaving),
+    Tensor.__reduce_ex__: _pickled,
     Tensor.__float__: _plain("float() or math takes", _FLOAT),
     Tensor.__int__: _plain("int() takes", _INT),
     Tensor.__index__: _plain("a size, a position or a number of steps takes"),
