@@ -41,9 +41,6 @@ from shardmap_torch.errors import TransformError, listing, show
 Y = TypeVar("Y")
 Run = Callable[..., tuple[Tensor, ...]]
 
-_AGAIN: Final = "again"
-"""The key of the recomputation among the runs of a region."""
-
 
 def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
     """Calls `function` and saves only its arguments; backward calls it again.
@@ -109,18 +106,6 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
     region.results = _Results()  # the graph has them, and frees them in the backward
     result: Y = region.rebuild(outputs)
     return result
-
-
-def prepared(prepare: Callable[[Any], Any], value: Any) -> Any:
-    """Prepares an argument of a function that is run again, by what may differ between layers."""
-    if torch.compiler.is_dynamo_compiling():
-        return prepare(value)
-    scope = current_scope()
-    note = None if scope is None else getattr(scope.backend, "prepared", None)
-    made = prepare(value)
-    if note is not None:
-        note(prepare, _tensors(made))
-    return made
 
 
 def save_results(
@@ -314,73 +299,36 @@ class _Region:
         self.scope = scope
         self.autocast = autocast_state()
         self.draws = _Draws({leaf.device for leaf in leaves if isinstance(leaf, Tensor)})
-        self.out: tuple[list[Any], list[int], Any] = [], [], None
-        self.state: Any = None
-        self.sites: Any = None
+        self.out_leaves: list[Any] = []
+        self.out_places: list[int] = []
+        self.out_structure: Any = None
         self.results = _Results()
-        self.saves = False
 
     def run(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Calls the function on markers and tensors, in the scope of the first call."""
+        leaves = list(self.leaves)
         num_markers = len(operands) - len(self.places)
-        captured, args, kwargs = self._arguments(operands[num_markers:])
+        for place, tensor in zip(self.places, operands[num_markers:], strict=True):
+            leaves[place] = tensor
+        captured, args, kwargs = unflatten(self.structure, leaves)
         with enter_scope(rebound(self.scope, operands[:num_markers])):
             out = self.closures.put(captured)(*args, **kwargs)
-        found, structure = flatten(out)
-        places = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
-        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
-        self.out = rest, places, structure
-        return tuple(found[i] for i in places)
-
-    def _arguments(self, tensors: Sequence[Tensor]) -> Any:
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        return unflatten(self.structure, leaves)
-
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Prepares the function's first argument as its run does, in the scope of the first call.
-
-        It is what a backend does that repeats the rest of the region.
-        """
-        with enter_scope(rebound(self.scope, ())):
-            prepared(self.preparation, self._arguments(tensors)[1][0])
-
-    @property
-    def preparation(self) -> Any:
-        """Returns what prepares the function's first argument, or None."""
-        return getattr(self.closures.function, "_shardmap_prepare", None)
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        """Returns what determines its code: the function, whose tensors are operands."""
-        given = getattr(self.closures.function, "_shardmap_parts", None)
-        return given or (self.closures.put([None] * len(self.closures.holders)),)
-
-    def _recalled(
-        self, kind: tuple[Any, ...], run: Run, operands: Sequence[Tensor | None], compute: Any
-    ) -> Any:
-        """Computes a part of the region, unless a check knows it from an equal region."""
-        scope = self.scope
-        if scope is None or run != self.run or not hasattr(scope.backend, "recall"):
-            return compute()
-        first = not kind
-        monitor = scope.monitor if first else scope.reruns and scope.reruns(_AGAIN)
-        return scope.backend.recall(self, kind, monitor, operands, compute)
+        found, self.out_structure = flatten(out)
+        self.out_places = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+        self.out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
+        return tuple(found[i] for i in self.out_places)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The result as the function returned it."""
-        rest, places, structure = self.out
-        leaves = list(rest)
-        for place, tensor in zip(places, tensors, strict=True):
+        leaves = list(self.out_leaves)
+        for place, tensor in zip(self.out_places, tensors, strict=True):
             leaves[place] = tensor
-        return unflatten(structure, leaves)
+        return unflatten(self.out_structure, leaves)
 
     def first(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function for its value, without saving anything for autograd."""
         with self.draws.recorded(), self._seen_first(), self._saving():
-            outputs = self._recalled((), run, operands, partial(run, *operands))
-        self.saves = bool(self.results.of)
+            outputs = run(*operands)
         self.results.end()
         own = {id(x) for x in operands}
         return tuple(y.view_as(y) if id(y) in own else y for y in outputs)
@@ -399,27 +347,18 @@ class _Region:
         with with_autocast(self.autocast), self.draws.replayed(), self._following():
             return run(*operands)
 
-    def prepare_again(self, saved: Sequence[Tensor]) -> None:
-        """Prepares the function's argument as `pull_back` does."""
-        with torch.enable_grad(), with_autocast(self.autocast), self._following(ends=False):
-            self.prepare([x.view_as(x) if x.requires_grad else x for x in saved])
-
     @contextmanager
-    def _following(self, ends: bool = True) -> Iterator[None]:
-        """Makes the monitor compare this context with the recomputation that the checker saw.
-
-        All of it, if it `ends` with it.
-        """
+    def _following(self) -> Iterator[None]:
+        """Makes the monitor compare this context with the recomputation that the checker saw."""
         if self.scope is None:
             yield
             return
-        first, self.scope = self.scope, self.scope.rerun(_AGAIN)
+        first, self.scope = self.scope, self.scope.rerun("again")
         backend = first.backend
         try:
             with backend.seeing() if is_checker(backend) else nullcontext():
                 yield
-            if ends:
-                self.scope.end()
+            self.scope.end()
         finally:
             self.scope = first
 
@@ -431,17 +370,6 @@ class _Region:
         needed: Sequence[bool],
     ) -> list[Tensor | None]:
         """Runs the function again with a graph, and pulls the cotangents back through it."""
-        compute = partial(self._pull_back, run, saved, grads, needed)
-        found: list[Tensor | None] = self._recalled((*needed,), run, [*saved, *grads], compute)
-        return found
-
-    def _pull_back(
-        self,
-        run: Run,
-        saved: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        needed: Sequence[bool],
-    ) -> list[Tensor | None]:
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             # An alias of its own for each operand: only its use as this operand counts, and second

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.checkpoint import checkpoint, prepared
+from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
 from shardmap_torch.core.tree import Broadcast, flatten, unflatten
@@ -160,22 +160,13 @@ def fsdp_layers(
     """
     early = LayerGathers(layers, [specs] * len(layers), axis)
 
-    def layer(index: int) -> Callable[..., Tensor]:
-        def prepare(shards: Any) -> Any:
-            return early.gather(shards, index)
-
-        def run(shards: Any, x: Tensor, *args: Any) -> Tensor:
-            return function(prepared(prepare, shards), x, *args)
-
-        if not torch.compiler.is_dynamo_compiling():
-            # Beside what is prepared, nothing that a layer does depends on its index.
-            vars(prepare).update(is_begun=lambda: early.has_begun(index))
-            vars(run).update(_shardmap_parts=(function, specs, axis), _shardmap_prepare=prepare)
-        return partial(checkpoint, run) if recompute else run
+    def run(shards: Any, index: int, x: Tensor, *args: Any) -> Tensor:
+        return function(early.gather(shards, index), x, *args)
 
     for index, shards in enumerate(layers):
         early.note(index, (shards, x, args))
-        x = layer(index)(shards, x, *args)
+        call = partial(checkpoint, run) if recompute else run
+        x = call(shards, index, x, *args)
     return x
 
 
@@ -197,11 +188,6 @@ class LayerGathers:
         """Notes whether a gradient reaches a layer's operands."""
         tensors = [leaf for leaf in flatten(operands)[0] if isinstance(leaf, Tensor)]
         self._recomputed[index] = any(map(can_receive_gradient, tensors))
-
-    def has_begun(self, index: int) -> bool:
-        """Returns whether a layer's gather is under way."""
-        begun: Any = self._begun[0]
-        return begun is not None and bool(begun[0] == index)
 
     def gather(self, shards: Any, index: int) -> Any:
         """Returns gathered parameters, and begins to gather those that are needed next."""

@@ -40,7 +40,7 @@ from shardmap_torch.core.torch_private.engine import (
     DataDependentOutputException,
     FakeTensorMode,
     OpOverload,
-    UncompiledMode,
+    TorchDispatchMode,
     UnsupportedOperatorException,
     current_autograd_node,
     sequence_number,
@@ -49,7 +49,6 @@ from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.errors import TransformError
 from shardmap_torch.kernels.transport import Transport
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.planning.layers import Layers
 from shardmap_torch.planning.overlapped import transport_of
 from shardmap_torch.run.drawing import Drawing
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
@@ -133,23 +132,13 @@ class Step:
     frames: int = field(default=0, compare=False)
     operation: Operation | None = field(default=None, compare=False, repr=False)
 
-    def later(self, shift: int, first: int) -> "Step":
-        """Returns a step like this one, `shift` steps later; `first` is that of its region."""
-        if self.number is None and self.after is None:
-            return self
-        number, after = (
-            each if each is None or each < first else each + shift
-            for each in (self.number, self.after)
-        )
-        return replace(self, number=number, after=after)
-
     @property
     def is_attention(self) -> bool:
         """Returns whether it is fused attention."""
         return "scaled_dot_product" in self.name
 
 
-@dataclass(eq=False)
+@dataclass
 class Block:
     """A storage, from the step that makes it to the one after which nothing refers to it.
 
@@ -172,12 +161,6 @@ class Block:
     died: int | None = None
     is_message: bool = False
     is_result: bool = False
-
-    def later(self, shift: int) -> "Block":
-        """Returns a block like this one, `shift` steps later."""
-        died = None if self.died is None else self.died + shift
-        made = self.nbytes, self.owner, self.site, self.backward
-        return Block(*made, self.born + shift, died, self.is_message)
 
 
 @dataclass
@@ -298,7 +281,7 @@ def run_dry(call: Call, counts: bool = False, compares: bool = False) -> DryRun:
         local = [_shard(call, position) for position in call.crossing]
         tape.hold(local)
         try:
-            backend = _Dry(call.mesh, tape, fake)
+            backend = _Dry(call.mesh, tape)
             drawing = Drawing(call.mesh, backend.place, lambda: 0) if call.draws else None
             result = run_body(call, backend, local, drawing)
         except (DataDependentOutputException, UnsupportedOperatorException) as error:
@@ -334,11 +317,9 @@ class _Dry(RankBackend):
 
     bundles = True  # small tensors of a tree go as one message, as on processes
 
-    def __init__(self, mesh: Mesh, tape: "Tape", fake: FakeTensorMode) -> None:
+    def __init__(self, mesh: Mesh, tape: "Tape") -> None:
         super().__init__(mesh, 0)
         self._tape = tape
-        layers = Layers(tape, fake)
-        self.recall, self.prepared = layers.recall, layers.prepared
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         num_ranks = self.position(collective.axes)[1]
@@ -370,7 +351,7 @@ class _Dry(RankBackend):
         return result.pop()
 
 
-class Tape(UncompiledMode):
+class Tape(TorchDispatchMode):
     """Dispatch mode that records the operations of a run, and the storages that they make."""
 
     def __init__(
@@ -400,15 +381,6 @@ class Tape(UncompiledMode):
         inside, self._inside = self._inside, True
         try:
             return self._record(func, args, kwargs or {})
-        finally:
-            self._inside = inside
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Counts no functions in this context: no run calls them."""
-        inside, self._inside = self._inside, True
-        try:
-            yield
         finally:
             self._inside = inside
 
@@ -479,44 +451,6 @@ class Tape(UncompiledMode):
                 x._shardmap_number = (self._noted, at)  # type: ignore[attr-defined]
         self._noted += 1
 
-    def note_repeated(
-        self, region: int, made: Sequence[Tensor], operands: Sequence[Tensor]
-    ) -> None:
-        """Notes that a region was repeated, which the program has."""
-        if self._compares:
-            self.note(("repeated", region), made, operands)
-
-    @property
-    def last(self) -> tuple[int, int]:
-        """The operators and frames since the last step."""
-        return self._calls, self._frames
-
-    @last.setter
-    def last(self, counts: tuple[int, int]) -> None:
-        self._calls, self._frames = counts
-
-    def site_of_node(self) -> Site | None:
-        """Returns the line of the newest node of autograd."""
-        return self._sites.get(sequence_number() - 1)
-
-    def note_node(self, site: Site | None) -> None:
-        """Notes the line of the newest node of autograd, unless it has one."""
-        self._sites.setdefault(sequence_number() - 1, site)
-
-    def block_of(self, x: Tensor) -> Block:
-        """Returns the block that a tensor is in."""
-        return self.block_at(x.untyped_storage()._cdata)
-
-    def block_at(self, address: int) -> Block:
-        """Returns the block of a storage."""
-        return self._known[address][1]
-
-    def hold_block(self, x: Tensor, block: Block) -> None:
-        """Frees a block when nothing refers to the memory of a tensor."""
-        storage = x.untyped_storage()
-        key = storage._cdata
-        self._known[key] = ref(storage, partial(self._freed, key, block)), block
-
     def mark_results(self, results: Sequence[Tensor]) -> None:
         """Marks the storages that results are in."""
         for x in results:
@@ -567,7 +501,7 @@ class Tape(UncompiledMode):
                 continue
             block = Block(storage.nbytes(), name, *self._where(), len(self.run.steps) + 1)
             self.run.blocks.append(block)
-            self.hold_block(x, block)
+            self._known[key] = ref(storage, partial(self._freed, key, block)), block
         return len(self.run.blocks) - before
 
     def _freed(self, key: int, block: Block, _: object) -> None:

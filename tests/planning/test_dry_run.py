@@ -1,14 +1,12 @@
 """A run without data counts the memory, FLOPs and bytes of a run on processes."""
 
 from typing import Any
-from unittest.mock import patch
 
 import optree
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.planning import Llama, build
 from examples.gpt import model
 from examples.gpt.model import Config
 from examples.gpt.optim import make_optimizer
@@ -18,8 +16,7 @@ from shardmap_torch import Mesh, P, ShapeDtype, device_put, make_mesh, shard_map
 from shardmap_torch.backends.traffic import counting_bytes
 from shardmap_torch.mesh.mesh import Kind
 from shardmap_torch.planning import dry_run as dry_run_module
-from shardmap_torch.planning import layers
-from shardmap_torch.planning.dry_run import Block, DryRun, Tape, checked, dry_run, run_dry
+from shardmap_torch.planning.dry_run import DryRun, Tape, checked, dry_run, run_dry
 from tests.support.fuzzing import sampled
 from tests.support.pool import Gloo
 
@@ -119,26 +116,3 @@ def test_programs_are_equal_up_to_sizes() -> None:
     others = {"op": torch.sub, "second": 0, "cut": 1, "dim": 1, "dtype": torch.float64}
     for name, value in others.items():
         assert program(2, **{name: value}) != plain, name
-
-
-@pytest.mark.parametrize("recompute", ["full", "half", "op", "none"])
-@pytest.mark.parametrize("ranks", [(4, 1), (2, 2)])
-def test_equal_layers_are_repeated_as_they_would_run(ranks: Any, recompute: Any) -> None:
-    """Steps, memory and the program that is compared, with gathers that begin a layer ahead."""
-    mesh = make_mesh(ranks, ("fsdp", "tp"), kind="abstract")
-    step, args = build(mesh, Llama(64, 6, 4, 4, 128, 256), 2, 16, recompute, donates=True)
-    call = checked(step, args, {}).call
-    repeated: list[int] = []
-    with patch.object(Tape, "note_repeated", lambda _, region, *__: repeated.append(region)):
-        run = run_dry(call)
-    assert len(repeated) == {"full": 8, "half": 4, "op": 0, "none": 0}[recompute]
-    with patch.object(layers, "key_of", lambda *_: None):
-        each = run_dry(call)
-    assert run.steps == each.steps
-    assert run.live() == each.live()
-    assert sorted(map(blocks_of, run.blocks)) == sorted(map(blocks_of, each.blocks))
-
-
-def blocks_of(block: Block) -> tuple[Any, ...]:
-    lives = block.born, block.died or -1
-    return *lives, block.nbytes, block.owner, str(block.site), block.backward, block.is_message

@@ -8,7 +8,7 @@ record is a tree: code with several paths has one branch for each.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Any, ClassVar, Final, NoReturn
@@ -73,17 +73,6 @@ class CheckedStep:
         step = CheckedStep(what, shape, dtype, self.depth + 1, site=call_site())
         self.next.append(step)
         return step
-
-    def repeated(self, other: "CheckedStep") -> "CheckedStep":
-        """Returns the step after this one that is like another, as `then` does."""
-        key = other.what, other.shape, other.dtype
-        for step in self.next:
-            if (step.what, step.shape, step.dtype) == key:
-                return step
-        later = {key: copied(each, replace) for key, each in other.later.items()}
-        own = replace(other, depth=self.depth + 1, next=[], later=later, note=replace(other.note))
-        self.next.append(own)
-        return own
 
     def walk(self) -> "Iterator[CheckedStep]":
         """Yields this step and all that follow, those of code that runs again included."""
@@ -169,20 +158,6 @@ class StepMonitor(ABC):
     def depth(self) -> float:
         """Counts the steps that the run and the program have in common."""
         return self._at.depth
-
-    @property
-    def at(self) -> CheckedStep:
-        """The latest step."""
-        return self._at
-
-    def go_to(self, step: CheckedStep) -> None:
-        """Goes to a later step."""
-        self._at = step
-
-    def repeat(self, steps: Sequence[CheckedStep]) -> None:
-        """Notes steps like those of an equal region."""
-        for step in steps:
-            self._at = self._at.repeated(step)
 
     @property
     def upcoming(self) -> Sequence[CheckedStep]:

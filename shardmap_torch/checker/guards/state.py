@@ -51,7 +51,6 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.source_location import definition_of
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
-    OpOverload,
     dict_version,
     forward_level,
     functorch,
@@ -59,9 +58,6 @@ from shardmap_torch.core.torch_private.engine import (
     tensor_guard,
 )
 from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.mesh import Mesh
-from shardmap_torch.spec import P
-from shardmap_torch.types import AxisType
 
 X = TypeVar("X")
 
@@ -135,7 +131,6 @@ class State:
         holders: what can change, in the same order for equal states.
         opaque: the objects that are compared by identity, kept: no other one gets their address.
         number: of this state among those of a function.
-        has_caches: whether a function is met that remembers its results.
     """
 
     def __init__(self, function: Callable[..., Any] | None, objects: Sequence[Any] = ()) -> None:
@@ -149,7 +144,6 @@ class State:
         self.holders: list[Holder] = []
         self.opaque: list[Any] = []
         self.number = 0
-        self.has_caches = False
         self._origins = Origins(function)
         self._readers: list[Callable[[], Any]] = []
         self._values: list[Any] = []
@@ -200,25 +194,6 @@ class State:
     def _read_metadata(self) -> list[Any]:
         with DisableTorchFunction():  # a function mode would see each question
             return [*map(_METADATA, self._watched)]
-
-    @property
-    def is_fixed(self) -> bool:
-        """Returns whether all that it does not follow is code or data without a state of its own.
-
-        A generator, an iterator or a library's code may do something else the next time.
-        """
-        return not self.has_caches and all(map(self._is_fixed, self.opaque))
-
-    def _is_fixed(self, value: Any) -> bool:
-        if isinstance(value, CodeType):
-            file = value.co_filename
-            return file.startswith(_STATELESS_FILES) or not self._origins.is_library(file)
-        if isinstance(value, ModuleType | type):
-            name = value.__name__ if isinstance(value, ModuleType) else module_of(value)
-            return name.split(".")[0] in _STATELESS
-        kind = type(value)
-        is_constant = kind in _CONSTANT or kind.__module__ == "dataclasses"
-        return value is ABSENT or id(value) in CONSTANTS or is_constant
 
     def mentions(self, name: str) -> bool:
         """Returns whether code has a name, of an attribute for instance."""
@@ -333,7 +308,6 @@ class State:
         return tuple(own)
 
     def _enter_parts(self, value: Any) -> Hashable:
-        self.has_caches |= isinstance(value, _lru_cache_wrapper)
         names = next(names for kind, names in _PARTS.items() if issubclass(type(value), kind))
         for name in names:
             self._meet(name, object.__getattribute__(value, name))
@@ -488,19 +462,6 @@ _OPEN: Final = (
     *(ChainMap, UserDict, UserList),
 )
 """Classes of Python and torch whose objects have data of a user's."""
-_STATELESS: Final = frozenset(
-    {
-        *("torch", Path(_OWN).name, "optree", "builtins", "math", "functools", "operator", "types"),
-        *("typing", "dataclasses", "enum", "contextlib", "collections", "abc"),
-    }
-)
-"""Packages whose code keeps no state between calls, or none that an interpretation reads."""
-_STATELESS_FILES: Final = (
-    *(f"{_OWN}/", f"{Path(torch.__file__).parent}/", "<string>"),
-    *(f"{sysconfig.get_path('stdlib')}/{name}{end}" for name in _STATELESS for end in ("/", ".py")),
-)
-_CONSTANT: Final = frozenset({P, AxisType, Mesh, OpOverload, torch.Size, object})
-"""Classes of objects that never change."""
 _CLOSED: Final = (*sys.stdlib_module_names, "torch", Path(_OWN).name)
 """Packages whose other objects have none: loggers, locks, caches, verdicts."""
 _BY_TEXT: Final = frozenset({"globals", "eval", "exec", "f_globals"})

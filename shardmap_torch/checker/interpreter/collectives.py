@@ -50,8 +50,6 @@ class AbstractBackend(WithoutAutomaticAxes):
         """Makes one for an interpretation; `repair` is applied to its collectives."""
         self.mesh: Mesh = interpreter.mesh
         self._interpreter, self._repair, self._readings = interpreter, repair, readings
-        self.make_regions: Callable[[], Any]  # the interpretation sets it
-        self._regions: Any = None
 
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         """Returns none: a body is interpreted as one rank."""
@@ -73,11 +71,6 @@ class AbstractBackend(WithoutAutomaticAxes):
     def seeing(self) -> AbstractContextManager[object]:
         """Returns a context in which code that a backward runs again is seen."""
         return seeing(self._interpreter)
-
-    def recall(self, *args: Any) -> Any:
-        """Runs a part of a region, or repeats what is known of an equal one; see `Regions`."""
-        self._regions = self._regions or self.make_regions()
-        return self._regions.recall(*args)
 
     def begin_call(
         self, written: Sequence[Tensor], read: Sequence[Tensor]

@@ -164,7 +164,7 @@ class TypeStore:
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
         self.regions: list[range] = []
-        self.num_tasks = 0
+        self._num_tasks = 0
 
     def forget_nodes(self) -> None:
         """Drops what has a graph of autograd's, at the end: contexts and hooks in it have this.
@@ -353,8 +353,8 @@ class TypeStore:
 
         Values that depend on them keep I and R, also in backwards that custom ones start.
         """
-        self.num_tasks += 1
-        task = self.num_tasks
+        self._num_tasks += 1
+        task = self._num_tasks
         storage_types = [self.storage_type(seed) for seed in seeds if seed is not None]
         for storage_type in storage_types:
             storage_type.tasks |= {task}
@@ -465,7 +465,7 @@ class Interpreter(TypeStore):
         # Of Functions, by node and number, with the axes over which ranks have met in it.
         self.results_of: dict[tuple[int, int], tuple[Use, frozenset[int]]] = {}
         self._sequence = 0
-        self.count = 0
+        self._count = 0
         self.reductions: dict[Spot, str] = {}
         self.means: dict[Site, Insert] = {}
 
@@ -511,12 +511,12 @@ class Interpreter(TypeStore):
     def unrecorded(self) -> Iterator[None]:
         """Types operations in this context without adding them to the program."""
         branches, traits = self.numbers.branches, replace(self.traits)
-        before = self.equations, self.observer, traits, self.count, branches.refusal
+        before = self.equations, self.observer, traits, self._count, branches.refusal
         self.equations, self.observer = [], UNOBSERVED
         try:
             yield
         finally:
-            self.equations, self.observer, self.traits, self.count, branches.refusal = before
+            self.equations, self.observer, self.traits, self._count, branches.refusal = before
 
     def note_types(self, note: Any, types: Types, what: str, advice: str) -> None:
         """Notes for runs, whose values have no types, those that the body gets at a step.
@@ -577,8 +577,8 @@ class Interpreter(TypeStore):
                 # One object, where it can be: what descends from one differentiation shares it.
                 storage_type.tokens = known | tokens if known and known is not tokens else tokens
                 tensor.__dict__["_shardmap_tokens"] = tokens
-            self.count += 1
-            tensor.__dict__["_shardmap_number"] = number = self.count
+            self._count += 1
+            tensor.__dict__["_shardmap_number"] = number = self._count
             results.append(Use("", storage_type, storage_type.types, dtype, shape, number))
         equation.results = tuple(results)
 

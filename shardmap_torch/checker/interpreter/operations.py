@@ -31,7 +31,6 @@ from shardmap_torch.checker.ir.fake_results import (
     literals_of,
     look_up,
     make,
-    only_writes,
     run_fake,
 )
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
@@ -331,11 +330,11 @@ def _look_up(
 ) -> CallLookup | None:
     """Returns by what the result of a call is known; None where sizes are symbols, and of writes.
 
-    What a write may change of a tensor's metadata must not be remembered from before it.
+    What a write has changed of a tensor's metadata must not be remembered from before it.
     """
     if found is not None:
         return found
-    is_known = not interpreter.is_symbolic and (not op._schema.is_mutable or only_writes(op))
+    is_known = not (interpreter.is_symbolic or op._schema.is_mutable)
     return look_up(interpreter.fake, op, args, kwargs) if is_known else None
 
 

@@ -81,8 +81,8 @@ _UNKNOWN_TAGS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A tensor of a result: new memory, or a view of an operand; offsets count in its dtype."""
+class _Made:
+    """A tensor of a result: new memory, or a view of an operand."""
 
     number: int
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class Result:
     """
 
     container: type | None
-    items: tuple[Made | None, ...]
+    items: tuple[_Made | None, ...]
     value: Any
     op: OpOverload
     name: str
@@ -131,8 +131,6 @@ class Result:
 
 
 _RESULTS: Final = Memo[Result](16384)
-_WRITES: Final = Memo[bool](16384)
-"""Whether calls that write do nothing but to write values into their first argument."""
 
 
 @lru_cache(maxsize=4096)
@@ -145,15 +143,6 @@ def _is_known(op: OpOverload) -> bool:
         and not any(tag in op.tags for tag in _UNKNOWN_TAGS)
         and not has_kernel(op.name(), "CompositeImplicitAutograd")
     )
-
-
-@lru_cache(maxsize=4096)
-def only_writes(op: OpOverload) -> bool:
-    """Returns whether an operation does nothing but to write values into its first argument."""
-    infos = [each.alias_info for each in op._schema.arguments]
-    written = [info is not None and info.is_write for info in infos]
-    is_first = sum(written) == 1 and written[0] and bool(op._schema.returns)
-    return is_first and torch.Tag.inplace_view not in op.tags
 
 
 @dataclass(slots=True)
@@ -200,7 +189,7 @@ def _add(mode: FakeTensorMode, key: list[Any], values: Sequence[Any], found: Cal
     for value in values:
         cls = type(value)
         if cls is FakeTensor:
-            seen = value.__dict__.get(SEEN) or look_at(mode, value)
+            seen = value.__dict__.get(SEEN) or _look_at(mode, value)
             if seen is None or seen[0] is not mode:
                 return False
             key.append(seen[1])
@@ -221,8 +210,7 @@ def _add(mode: FakeTensorMode, key: list[Any], values: Sequence[Any], found: Cal
     return True
 
 
-def look_at(mode: FakeTensorMode, tensor: FakeTensor) -> Seen | None:
-    """Returns what is known of a tensor; None where more counts than its metadata."""
+def _look_at(mode: FakeTensorMode, tensor: FakeTensor) -> Seen | None:
     if tensor.fake_mode is not mode or not is_simple(tensor):
         return None
     shape = tuple(tensor.shape)
@@ -294,17 +282,11 @@ def run_fake(
         if op is _GROUPED_MM:
             with mode:
                 return _grouped_result(*args, **kwargs)
-        if call is not None and only_writes(op):
-            if _WRITES.find(call.key) is None:
-                out = _run(mode, op, args, kwargs)
-                _WRITES.put(call.key, out is args[0])
-                return out
-            return args[0] if _WRITES.find(call.key) else _run(mode, op, args, kwargs)
         if call is None or not _is_known(op):
             return _run(mode, op, args, kwargs)
         if call.known is not None:
             return make(mode, call.known, call.tensors)
-        out = _on_lists(mode, op, args, kwargs)
+        out = op(*args, **kwargs)
         call.known = _describe(op, args, kwargs, out, call.tensors)
         if call.known is not None:
             _RESULTS.put(call.key, call.known)
@@ -316,32 +298,6 @@ def run_fake(
             f"torch finds no shapes through these transforms at {call_site()}. Take derivatives "
             "in reverse mode in place of forward mode, as jacrev(grad(f)) for hessian(f)."
         ) from error
-
-
-def _on_lists(mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
-    """Runs an operation; one on lists once for all positions with equal metadata, as layers have.
-
-    torch takes a millisecond for each position.
-    """
-    lists = [value for value in args if type(value) in (list, tuple)]
-    is_one = not op._opname.startswith("_foreach_") or len({*map(len, lists)}) != 1
-    if is_one or mode.shape_env is not None:
-        return op(*args, **kwargs)
-    first: dict[Any, int] = {}
-    columns = [tuple([_metadata(mode, x) for x in column]) for column in zip(*lists, strict=True)]
-    places = [first.setdefault(column, len(first)) for column in columns]
-    chosen = [places.index(place) for place in range(len(first))]
-    own = [[x[at] for at in chosen] if type(x) in (list, tuple) else x for x in args]
-    out = op(*own, **kwargs)
-    items = None if out is None else _describe_tensors(out, ())
-    if out is not None and (items is None or None in items):
-        return op(*args, **kwargs)
-    return items and [make_one(mode, items[place], ()) for place in places]  # type: ignore[arg-type]  # none is None
-
-
-def _metadata(mode: FakeTensorMode, x: Any) -> object:
-    seen = look_at(mode, x) if type(x) is FakeTensor else None
-    return (type(x), id(x) if isinstance(x, Tensor) else x) if seen is None else seen[1]
 
 
 _GROUPED_MM: Final = torch.ops.aten._grouped_mm.default
@@ -370,7 +326,7 @@ def _run(mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Any)
     # torch remembers calls by operands of which it does not see whether they are zeros.
     before, mode.cache_enabled = mode.cache_enabled, forward_level() < 0
     try:
-        return _on_lists(mode, op, args, kwargs)
+        return op(*args, **kwargs)
     finally:
         mode.cache_enabled = before
 
@@ -436,11 +392,11 @@ _UNLIKE: Final = frozenset((_aten.view.dtype, _aten.ones_like.default))
 
 def _describe_tensors(
     outs: Sequence[Any], operands: Sequence[Tensor]
-) -> tuple[Made | None, ...] | None:
+) -> tuple[_Made | None, ...] | None:
     """Describes results, which may be None; None if one is more than new memory or a view."""
     places = {tensor.untyped_storage()._cdata: at for at, tensor in enumerate(reversed(operands))}
     known = {id(operand) for operand in operands}
-    made: list[Made | None] = []
+    made: list[_Made | None] = []
     new: set[int] = set()
     for item in outs:
         if item is None:
@@ -460,7 +416,7 @@ def _describe_tensors(
         new.add(storage._cdata)
         offset = 0 if at is None else int(item.storage_offset() - operands[at].storage_offset())
         metadata = tuple(item.shape), item.stride(), item.dtype, item.fake_device
-        made.append(Made(number_of(*metadata), *metadata, at, offset))
+        made.append(_Made(number_of(*metadata), *metadata, at, offset))
     return tuple(made)
 
 
@@ -503,14 +459,13 @@ def make(mode: FakeTensorMode, result: Result, operands: Sequence[FakeTensor]) -
         return result.value
     if result.container is None:
         item = result.items[0]
-        return None if item is None else make_one(mode, item, operands)
+        return None if item is None else _make_one(mode, item, operands)
     return result.container(
-        [None if item is None else make_one(mode, item, operands) for item in result.items]
+        [None if item is None else _make_one(mode, item, operands) for item in result.items]
     )
 
 
-def make_one(mode: FakeTensorMode, item: Made, operands: Sequence[FakeTensor]) -> FakeTensor:
-    """Makes one tensor of a result."""
+def _make_one(mode: FakeTensorMode, item: _Made, operands: Sequence[FakeTensor]) -> FakeTensor:
     operand = None if item.operand is None else operands[item.operand]
     with DisableTorchDispatch():
         made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")

@@ -107,13 +107,6 @@ class Copies:
         """Returns whether some of them may have been written to."""
         return bool(self._stale)
 
-    def may_share(self, results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
-        """Returns whether results may have memory of others or of operands, as `MAY_COPY` says."""
-        new = [base_of(x) for x in results if not any(x is operand for operand in operands)]
-        sides = {_side(base_of(x)) for x in (*new, *operands)}
-        apart = all(self._related.get(s, {s}).isdisjoint(sides - {s}) for s in map(_side, new))
-        return not apart or any(map(is_marked, new))
-
     def reject_stale(self, name: str, read: Iterable[Tensor]) -> None:
         """Refuses tensors whose values in a run are unknown because of a write.
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Result, run_body
 from shardmap_torch.checker.guards.holders import look
 from shardmap_torch.checker.guards.monitor import TYPE, CheckedStep, StepMonitor
-from shardmap_torch.checker.guards.regions import Regions
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -55,7 +54,7 @@ class NestedBoundaries:
     def __init__(self, interpreter: Interpreter, uncommitted: Uncommitted) -> None:
         """Keeps `uncommitted`, the type assumed of a result that is K."""
         self._interpreter, self._uncommitted = interpreter, uncommitted
-        self.found: list[tuple[Crossing, Where, tuple[Cast, ...], str]] = []
+        self._found: list[tuple[Crossing, Where, tuple[Cast, ...], str]] = []
 
     def enter(self, edge: Edge, crossing: Crossing) -> Casts:
         """Returns the conversions of inputs whose specs leave an axis open."""
@@ -99,7 +98,7 @@ class NestedBoundaries:
     def _note(
         self, crossing: Crossing, position: int, axis: str, casts: tuple[Cast, ...], what: str
     ) -> None:
-        self.found.append((crossing, (position, axis), casts, what))
+        self._found.append((crossing, (position, axis), casts, what))
 
     def resolve(self) -> None:
         """Adds the conversions of this path to those of the others.
@@ -107,7 +106,7 @@ class NestedBoundaries:
         Raises:
             ShardTypeError: a run would not know which of two conversions to make.
         """
-        for crossing, where, casts, what in self.found:
+        for crossing, where, casts, what in self._found:
             if crossing.casts.setdefault(where, casts) != casts:
                 raise ShardTypeError(
                     f"{self._interpreter.name}: {what} crosses over {where[1]!r} differently on "
@@ -266,9 +265,6 @@ class Interpretation:
         self.uncommitted = Uncommitted(self.interpreter, request.reading.results)
         self.inner = NestedBoundaries(self.interpreter, self.uncommitted)
         self.backend = AbstractBackend(self.interpreter, request.repair, request.casts)
-        self.backend.make_regions = partial(
-            Regions, self.interpreter, request.casts, self.inner.found
-        )
 
     @contextmanager
     def entered(self) -> Iterator[Mapping[int, Tensor]]:

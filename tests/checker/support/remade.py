@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from shardmap_torch.checker.guards.regions import Regions
 from shardmap_torch.checker.interpreter import operations, result_types
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir import fake_results
@@ -60,7 +59,7 @@ def remaking() -> Iterator[Counter[str]]:
     """Makes all answers anew in this context; yields how many were compared, by what they say."""
     counts: Counter[str] = Counter()
     with ExitStack() as stack:
-        for remake in (_comparisons, _calls, _results, _positions, _layouts, _gradients, _regions):
+        for remake in (_comparisons, _calls, _results, _positions, _layouts, _gradients):
             stack.enter_context(remake(counts))
         yield counts
 
@@ -235,45 +234,6 @@ def _gradients(counts: Counter[str]) -> Iterator[None]:
 
     with patch.object(verdict, "verify_path", verify_anew):
         yield
-
-
-@contextmanager
-def _regions(counts: Counter[str]) -> Iterator[None]:
-    """Regions like others."""
-    recall = Regions.recall
-
-    def recall_anew(
-        self: Regions, region: Any, kind: Any, monitor: Any, operands: Any, run: Any
-    ) -> Any:
-        key = self._key(region, kind, operands)
-        known = None if key is None else self._known.pop(key, None)
-        results = recall(self, region, kind, monitor, operands, run)
-        if known is not None:
-            counts["regions"] += 1
-            anew = self._known.get(key)
-            require("a region", _said_of(known), None if anew is None else _said_of(anew))
-        return results
-
-    with patch.object(Regions, "recall", recall_anew):
-        yield
-
-
-def _said_of(run: Any) -> list[Any]:
-    """Returns what a run of a region has made, without what its operands are called."""
-
-    def uses(of: Any) -> Any:
-        return [(use.name, use.types, use.dtype, use.shape) for use in of]
-
-    equations = [
-        (
-            *(each.name, uses(each.operands), uses(each.results), each.site, each.backward),
-            *(each.collective, each.sent, each.literals, each.spot),
-        )
-        for each in run.equations
-    ]
-    steps = [(step.what, step.shape, step.dtype, step.note) for step in run.steps]
-    results = [None if each is None else each[:3] for each in run.results.items]
-    return [equations, steps, results, [*map(bool, run.frozen)], run.out, run.count]
 
 
 _SESSION = ExitStack()
