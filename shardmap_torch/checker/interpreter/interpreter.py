@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import proxy
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -453,8 +453,7 @@ class Interpreter(TypeStore):
         self, name: str, mesh: Mesh, branches: Branches, repair: Repair, env: "ShapeEnv | None"
     ) -> None:
         """Starts an interpretation on the path of `branches`; `env` has symbols for sizes."""
-        refuse = partial(Interpreter.refuse_thread, proxy(self))  # it is freed without gc
-        super().__init__(name, mesh.axis_names, fake_mode(env, refuse))
+        super().__init__(name, mesh.axis_names, fake_mode(env, partial(_refuse_thread, ref(self))))
         self.mesh, self.repair = mesh, repair
         self.numbers = Numbers(branches)
         self.equations: list[Equation] = []
@@ -482,17 +481,6 @@ class Interpreter(TypeStore):
     def begin(self) -> None:
         """Starts recording autograd nodes; earlier ones are not the body's."""
         self._sequence = sequence_number()
-
-    def refuse_thread(self) -> NoReturn:
-        """Refuses an operation on another thread, of which no mode here sees more."""
-        thread = threading.current_thread().name
-        self.numbers.branches.fail(
-            TransformError(
-                f"{self.name}: {call_site()} runs on the thread {thread!r} that the body has "
-                "started. What a body does on other threads cannot be checked; do it on the thread "
-                "that runs the body."
-            )
-        )
 
     def forget_nodes(self) -> None:
         """Drops also an error, whose frames have tensors."""
@@ -629,3 +617,20 @@ def running(interpreter: Interpreter) -> Iterator[None]:
         yield
     finally:
         _RUNNING.stack.pop()
+
+
+def _refuse_thread(checking: ref[Interpreter]) -> None:
+    """Refuses an operation on another thread, of which no mode here sees more.
+
+    Not after the check, whose tensors a cache may have kept: runs have an error for that.
+    """
+    interpreter = checking()
+    if interpreter is not None:
+        thread = threading.current_thread().name
+        interpreter.numbers.branches.fail(
+            TransformError(
+                f"{interpreter.name}: {call_site()} runs on the thread {thread!r} that the body "
+                "has started. What a body does on other threads cannot be checked; do it on the "
+                "thread that runs the body."
+            )
+        )

@@ -22,7 +22,14 @@ from shardmap_torch.checker.ir.program import (
     Traits,
     Where,
 )
-from shardmap_torch.checker.ir.repairs import NONE, Repair, rejection_of, shortened, with_tried
+from shardmap_torch.checker.ir.repairs import (
+    FIRST,
+    NONE,
+    Repair,
+    rejection_of,
+    shortened,
+    with_tried,
+)
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.path import verify_path
@@ -201,8 +208,9 @@ def _proposals(
     """
     yield from rejection_of(error).proposals
     stricter = None if strictness == "global" else _remaining(call, NONE, "global", attempt)
-    if stricter is not None:
-        yield from rejection_of(stricter).proposals
+    found = () if stricter is None else rejection_of(stricter).proposals
+    # A rank's index is 0 on one device only, which a local error does not speak of.
+    yield from (each for each in found if FIRST not in each.operands.values())
 
 
 def _remaining(

@@ -41,7 +41,8 @@ class EqualValues:
         """Has all bits compared in each call if `always`."""
         self._always, self._calls = always, 0
         self._known: set[Any] = set()
-        self._newest, self._era = object(), object()
+        self._newest: object = None
+        self._era: object = None
         self._plain: list[int] = []
 
     def of(
