@@ -147,9 +147,8 @@ def call_sites() -> tuple[Site, ...]:
 
 def frames_in_body() -> Iterator[FrameType]:
     """Yields the frames of the body that a check runs, and of torch, the innermost first."""
-    inner = takewhile(
-        lambda each: _VERIFIES not in each.f_code.co_filename, _outwards(sys._getframe(1))
-    )
+    outwards = _outwards(sys._getframe(1))
+    inner = takewhile(lambda each: _VERIFIES not in each.f_code.co_filename, outwards)
     return (each for each in inner if not is_own(each))
 
 
@@ -242,15 +241,17 @@ def answer_that_raises() -> bool | None:
     return _checks(asking.f_code.co_filename).get(positions[asking.f_lasti // 2])
 
 
+def nodes_of(file: str) -> Iterator[ast.AST]:
+    """Yields the syntax of a file; nothing of one that has none, as of a prompt."""
+    with contextlib.suppress(SyntaxError):
+        yield from ast.walk(ast.parse("".join(linecache.getlines(file))))
+
+
 @lru_cache(maxsize=64)
 def _checks(file: str) -> Mapping[object, bool]:
     """Returns where statements that only check a condition ask for it, in a file."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return {}
     found: dict[object, bool] = {}
-    for node in ast.walk(tree):
+    for node in nodes_of(file):
         match node:
             case ast.Assert(test=test):
                 raising = False

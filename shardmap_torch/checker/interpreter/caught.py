@@ -7,7 +7,6 @@ beside ranks that go the other.
 
 import ast
 import builtins
-import linecache
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import FrameType
@@ -17,7 +16,7 @@ import torch
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
-from shardmap_torch.core.source_location import Site, frames_in_body
+from shardmap_torch.core.source_location import Site, frames_in_body, nodes_of
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 _NAMES: Final = (
@@ -49,7 +48,7 @@ def refuse_caught(interpreter: Interpreter, called: Any) -> None:
         for line in _catching(frame):
             head = (
                 f"{_name(called)} fails for some values, and the body catches that at "
-                f"{Site(frame.f_code.co_filename, line)}: a rank whose values fail would go "
+                f"{Site(frame.f_code.co_filename, line).place}: a rank whose values fail would go "
                 "another way than the one that is checked."
             )
             advice = (
@@ -79,19 +78,15 @@ _Try = tuple[int, int, Sequence[ast.expr | None], int]
 def _tries(file: str) -> Sequence[_Try]:
     """Returns the lines that are tried in a file, what is caught there, and the line of the `try`.
 
-    Handlers that end in a `raise` catch nothing.
+    Handlers that end in a `raise`, and leave by nothing else, catch nothing.
     """
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ()
     found: list[_Try] = []
-    for node in ast.walk(tree):
+    for node in nodes_of(file):
         match node:
-            case ast.Try(body=body, handlers=handlers, finalbody=final):
-                caught = [x.type for x in handlers if not isinstance(x.body[-1], ast.Raise)]
-                leaves = (ast.Return, ast.Break, ast.Continue)
-                caught += [None for each in final if isinstance(each, leaves)]
+            case ast.Try(body=body) | ast.TryStar(body=body):
+                ends = [(x, isinstance(x.body[-1], ast.Raise)) for x in node.handlers]
+                caught = [x.type for x, raises in ends if _leaves(x) or not raises]
+                caught += [None for each in node.finalbody if _leaves(each)]
             case ast.With(body=body, items=items):
                 calls = [x.context_expr for x in items if isinstance(x.context_expr, ast.Call)]
                 caught = [
@@ -105,6 +100,10 @@ def _tries(file: str) -> Sequence[_Try]:
         if caught:
             found.append((body[0].lineno, body[-1].end_lineno or 0, caught, node.lineno))
     return found
+
+
+def _leaves(statement: ast.AST) -> bool:
+    return any(isinstance(x, ast.Return | ast.Break | ast.Continue) for x in ast.walk(statement))
 
 
 def _is_raised(frame: FrameType, expression: ast.expr | None) -> bool:

@@ -38,7 +38,6 @@ from shardmap_torch.types import AxisType, I, K, Partial, R, V
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
 
-
 State = Mapping[str, AxisType]
 """The type of a tensor along each axis of several ranks; S where it is known to be sharded."""
 
