@@ -13,7 +13,7 @@ from shardmap_torch import CollectiveError, I, P, TransformError, all_reduce, ma
 from shardmap_torch.backends import threads
 
 
-def on_a_thread(work: Callable[[], Tensor]) -> Tensor:
+def on_a_thread(work: Callable[[], Any]) -> Any:
     found: list[Any] = []
 
     def run() -> None:
@@ -27,14 +27,13 @@ def on_a_thread(work: Callable[[], Tensor]) -> Tensor:
     thread.join()
     if isinstance(found[0], BaseException):
         raise found[0]
-    result: Tensor = found[0]
-    return result
+    return found[0]
 
 
 def test_a_collective_on_a_thread_of_the_body_is_refused() -> None:
     mesh = make_mesh((2,), ("tp",), kind="simulated")
 
-    def body(x: Tensor) -> Tensor:
+    def body(x: Tensor) -> Any:
         total = x.sum()
         return on_a_thread(lambda: all_reduce(total, "tp", dst=I))
 
@@ -49,7 +48,7 @@ def test_a_collective_on_a_thread_of_the_body_is_refused() -> None:
 
 
 def test_a_gradient_on_a_thread_of_the_body_is_refused() -> None:
-    def body(x: Tensor, w: Tensor) -> Tensor:
+    def body(x: Tensor, w: Tensor) -> Any:
         loss = all_reduce((x @ w).square().sum(), "tp", dst=I)
         return on_a_thread(lambda: torch.autograd.grad(loss, w)[0])
 
@@ -64,13 +63,8 @@ def test_what_a_thread_does_is_refused_where_its_error_is_lost(strictness: Any) 
     def body(x: Tensor) -> Tensor:
         found = [1.0]
 
-        def ask() -> None:
-            with contextlib.suppress(Exception):
-                found[0] = 3.0 if x.sum() > 0 else 5.0
-
-        thread = threading.Thread(target=ask, name="helper")
-        thread.start()
-        thread.join()
+        with contextlib.suppress(Exception):
+            on_a_thread(lambda: found.insert(0, 3.0 if x.sum() > 0 else 5.0))
         return all_reduce(found[0] * x.sum(), "tp", dst=I)
 
     def writing(x: Tensor) -> Tensor:

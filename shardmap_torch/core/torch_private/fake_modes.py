@@ -44,7 +44,7 @@ def make_fake_mode(
     if refuse_thread is None:
         return made(**options)
     mode: Any = _on_one_thread(made)(**options)
-    mode.thread, mode.refuse_thread = threading.get_ident(), refuse_thread
+    mode.refusing = threading.get_ident(), refuse_thread
     return cast(FakeTensorMode, mode)
 
 
@@ -56,12 +56,11 @@ def _on_one_thread(made: type[FakeTensorMode]) -> type[FakeTensorMode]:
 class _OneThread:
     """Part of a mode that other threads than its own cannot enter."""
 
-    thread: int
-    refuse_thread: Callable[[], object]
+    refusing: tuple[int, Callable[[], object]]
 
     def __enter__(self) -> Any:
-        if threading.get_ident() != self.thread:
-            self.refuse_thread()
+        if threading.get_ident() != self.refusing[0]:
+            self.refusing[1]()
         return super().__enter__()  # type: ignore[misc]  # torch's
 
 

@@ -22,9 +22,7 @@ def _times(factor: float) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             return x * 1
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-            pass
+        setup_context = staticmethod(lambda ctx, inputs, output: None)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:

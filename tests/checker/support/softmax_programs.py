@@ -35,9 +35,7 @@ class _Double(torch.autograd.Function):
     def forward(x: Tensor) -> Tensor:
         return x.clone()
 
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: object) -> None:
-        pass
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> Tensor:
