@@ -7,10 +7,12 @@ beside ranks that go the other.
 
 import ast
 import builtins
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from functools import lru_cache
+from inspect import getattr_static
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -44,66 +46,130 @@ def refuse_caught(interpreter: Interpreter, called: Any) -> None:
     Raises:
         ShardTypeError: it is in one.
     """
-    for frame in frames_in_body():
-        for line in _catching(frame):
-            head = (
-                f"{_name(called)} fails for some values, and the body catches that at "
-                f"{Site(frame.f_code.co_filename, line).place}: a rank whose values fail would go "
-                "another way than the one that is checked."
-            )
-            advice = (
-                "let the error end the program, or ask before: branch on a condition taken with "
-                ".item(), such as torch.linalg.cholesky_ex(x).info."
-            )
-            raise messages.error(interpreter, head, [], advice)
+    place = _catching()
+    if place is None:
+        return
+    head = (
+        f"{_name(called)} fails for some values, and the body catches that at {place}: a rank "
+        "whose values fail would go another way than the one that is checked."
+    )
+    advice = (
+        "let the error end the program, or ask before: branch on a condition taken with "
+        ".item(), such as torch.linalg.cholesky_ex(x).info."
+    )
+    raise messages.error(interpreter, head, [], advice)
 
 
 def _name(called: Any) -> str:
     return messages.friendly(called) if isinstance(called, OpOverload) else called.__name__
 
 
-def _catching(frame: FrameType) -> Iterator[int]:
-    """Yields the lines at which a frame, where it is now, catches what operations raise."""
-    code = frame.f_code
-    for first, last, caught, line in _tries(code.co_filename):
-        is_inside = code.co_firstlineno <= first <= frame.f_lineno <= last
-        if is_inside and any(_is_raised(frame, each) for each in caught):
-            yield line
+class _Try(NamedTuple):
+    """The lines that a statement tries, and what it does with an error raised there."""
+
+    first: int
+    last: int
+    line: int
+    caught: Sequence[ast.expr | None]
+    renamed: Sequence[ast.expr | None]
+    """What is caught and raised again as another error, which any handler around may catch."""
+    managers: Sequence[ast.expr]
 
 
-_Try = tuple[int, int, Sequence[ast.expr | None], int]
+def _catching() -> str | None:
+    """Returns where the body catches what an operation raises at the line that runs, if it does."""
+    is_renamed = False
+    for frame in frames_in_body():
+        for each in _tries(frame.f_code.co_filename):
+            if not frame.f_code.co_firstlineno <= each.first <= frame.f_lineno <= each.last:
+                continue
+            caught = [*each.caught, *(x for m in each.managers for x in _swallowed(frame, m))]
+            if any(is_renamed or _is_raised(frame, x) for x in caught):
+                return Site(frame.f_code.co_filename, each.line).place
+            is_renamed |= any(_is_raised(frame, x) for x in each.renamed)
+    return None
 
 
 @lru_cache(maxsize=256)
 def _tries(file: str) -> Sequence[_Try]:
-    """Returns the lines that are tried in a file, what is caught there, and the line of the `try`.
-
-    Handlers that end in a `raise`, and leave by nothing else, catch nothing.
-    """
+    """Returns the statements of a file that may catch something, the inner ones first."""
     found: list[_Try] = []
     for node in nodes_of(file):
-        match node:
-            case ast.Try(body=body) | ast.TryStar(body=body):
-                ends = [(x, isinstance(x.body[-1], ast.Raise)) for x in node.handlers]
-                caught = [x.type for x, raises in ends if _leaves(x) or not raises]
-                caught += [None for each in node.finalbody if _leaves(each)]
-            case ast.With(body=body, items=items):
-                calls = [x.context_expr for x in items if isinstance(x.context_expr, ast.Call)]
-                caught = [
-                    each
-                    for x in calls
-                    if ast.unparse(x.func).endswith("suppress")
-                    for each in x.args
-                ]
-            case _:
-                continue
-        if caught:
-            found.append((body[0].lineno, body[-1].end_lineno or 0, caught, node.lineno))
-    return found
+        if isinstance(node, ast.Try | ast.TryStar):
+            caught, renamed, managers = *_handled(node), []
+        elif isinstance(node, ast.With):
+            caught, renamed, managers = [], [], [x.context_expr for x in node.items]
+        else:
+            continue
+        lines = node.body[0].lineno, node.body[-1].end_lineno or 0
+        found.append(_Try(*lines, node.lineno, caught, renamed, managers))
+    return sorted(found, reverse=True, key=lambda each: (each.first, -each.last))
 
 
-def _leaves(statement: ast.AST) -> bool:
-    return any(isinstance(x, ast.Return | ast.Break | ast.Continue) for x in ast.walk(statement))
+_Handled = tuple[list[ast.expr | None], list[ast.expr | None]]
+
+
+def _handled(node: ast.Try | ast.TryStar) -> _Handled:
+    """Returns what a `try` catches and goes on, and what it raises again as another error.
+
+    Handlers that end in a `raise` of what they caught, and leave by nothing else, do neither.
+    """
+    caught: list[ast.expr | None] = [None for each in node.finalbody if _leaves(each)]
+    renamed: list[ast.expr | None] = []
+    for handler in node.handlers:
+        last = handler.body[-1]
+        if _leaves(handler) or not isinstance(last, ast.Raise):
+            caught.append(handler.type)
+        elif last.exc is not None and ast.unparse(last.exc) != handler.name:
+            renamed.append(handler.type)
+    return caught, renamed
+
+
+def _leaves(statement: ast.AST, in_loop: bool = False) -> bool:
+    """Returns whether a statement may go on elsewhere, by its own `return`, `break`, `continue`."""
+    match statement:
+        case ast.Return():
+            return True
+        case ast.Break() | ast.Continue():
+            return not in_loop
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
+            return False
+    looped = statement.body if isinstance(statement, ast.For | ast.AsyncFor | ast.While) else []
+    return any(_leaves(x, in_loop or x in looped) for x in ast.iter_child_nodes(statement))
+
+
+def _swallowed(frame: FrameType, manager: ast.expr) -> Sequence[ast.expr | None]:
+    """Returns what `with manager:` keeps from being raised, as far as its source tells.
+
+    That is the arguments of `suppress`; else all, where `__exit__` returns a value or the generator
+    of a `contextmanager` catches at its `yield`.
+    """
+    made = _value_of(frame, manager.func if isinstance(manager, ast.Call) else manager)
+    if made is contextlib.suppress and isinstance(manager, ast.Call):
+        return manager.args
+    kind = made if isinstance(made, type) else type(made)
+    exits = _function(getattr(made, "__wrapped__", None) or getattr(kind, "__exit__", None))
+    keeps = any(_keeps(each) for each in ast.walk(exits)) if exits else False
+    return [None] if keeps else []
+
+
+def _keeps(node: ast.AST) -> bool:
+    match node:
+        case ast.Return(value=value):
+            return not isinstance(value, ast.Constant | None) or bool(getattr(value, "value", None))
+        case ast.Try():
+            yields = any(isinstance(x, ast.Yield) for each in node.body for x in ast.walk(each))
+            return yields and any(_handled(node))
+    return False
+
+
+def _function(function: Any) -> ast.FunctionDef | None:
+    """Returns the source of a function that is written in Python."""
+    code = getattr(function, "__code__", None)
+    nodes = nodes_of(code.co_filename) if code else ()
+    named = (x for x in nodes if isinstance(x, ast.FunctionDef) and x.name == code.co_name)
+    starts = ((min([x.lineno, *(d.lineno for d in x.decorator_list)]), x) for x in named)
+    return next((x for line, x in starts if line == code.co_firstlineno), None)
 
 
 def _is_raised(frame: FrameType, expression: ast.expr | None) -> bool:
@@ -123,5 +189,5 @@ def _value_of(frame: FrameType, expression: ast.expr) -> Any:
             places = frame.f_locals, frame.f_globals, vars(builtins)
             return next((place[name] for place in places if name in place), None)
         case ast.Attribute(value=owner, attr=name):
-            return getattr(_value_of(frame, owner), name, None)
+            return getattr_static(_value_of(frame, owner), name, None)
     return None

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -81,6 +81,92 @@ def test_an_error_may_be_caught_that_is_another_or_raised_again() -> None:
 
     for body in (other, again, looks):
         check(body)
+
+
+def test_a_loop_inside_of_a_handler_does_not_leave_it() -> None:
+    def again_after_a_loop(x: Tensor) -> Tensor:
+        try:
+            y = x[rows(x) * 0]
+        except IndexError:
+            for each in x.shape:
+                try:
+                    print(each)
+                except OSError:
+                    continue
+            raise
+        return all_reduce(y.sum(), "tp", dst=I)
+
+    check(again_after_a_loop)
+
+
+class Quiet:
+    """Keeps errors from being raised, as its `__exit__` tells."""
+
+    def __init__(self, also: type[Exception] = ValueError) -> None:
+        self.also = also
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[Exception] | None, *error: object) -> bool:
+        return kind is not None and issubclass(kind, (RuntimeError, self.also))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError:
+        print("no factor")
+
+
+@contextlib.contextmanager
+def loud() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note("no factor")
+        raise
+    finally:
+        print("done")
+
+
+def managed(manager: Callable[[], contextlib.AbstractContextManager[None]]) -> Attempt:
+    def body(x: Tensor) -> Tensor:
+        with manager():
+            x = torch.linalg.cholesky(torch.eye(4) + 0 * x[:4])
+        return all_reduce(x.sum(), "tp", dst=I)
+
+    return body
+
+
+def test_managers_that_keep_an_error_from_being_raised_are_refused() -> None:
+    for manager in (Quiet, quiet):
+        with pytest.raises(ShardTypeError, match="fails for some values, and the body catches"):
+            check(managed(manager))
+    for other in (loud, torch.no_grad, contextlib.nullcontext):
+        check(managed(other))
+
+
+def test_an_error_that_is_raised_as_another_may_not_be_caught_either() -> None:
+    class NoFactorError(Exception): ...
+
+    def renames(x: Tensor) -> Tensor:
+        try:
+            return torch.linalg.cholesky(torch.eye(4) + 0 * x)
+        except RuntimeError as error:
+            raise NoFactorError("not positive") from error
+
+    def catches(x: Tensor) -> Tensor:
+        x = x[:4]
+        try:
+            x = renames(x)
+        except NoFactorError:
+            x = 2 * x
+        return all_reduce(x.sum(), "tp", dst=I)
+
+    check(lambda x: all_reduce(renames(x[:4]).sum(), "tp", dst=I))
+    with pytest.raises(ShardTypeError, match="fails for some values, and the body catches"):
+        check(catches)
 
 
 def test_other_ways_to_go_on_are_refused_too() -> None:
