@@ -8,9 +8,10 @@ beside ranks that go the other.
 import ast
 import builtins
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from inspect import getattr_static
+from inspect import getattr_static, getsource
+from textwrap import dedent
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
@@ -112,15 +113,15 @@ _Handled = tuple[list[ast.expr | None], list[ast.expr | None]]
 def _handled(node: ast.Try | ast.TryStar) -> _Handled:
     """Returns what a `try` catches and goes on, and what it raises again as another error.
 
-    Handlers that end in a `raise` of what they caught, and leave by nothing else, do neither.
+    Handlers that only raise what they caught, at their end, do neither.
     """
     caught: list[ast.expr | None] = [None for each in node.finalbody if _leaves(each)]
     renamed: list[ast.expr | None] = []
     for handler in node.handlers:
-        last = handler.body[-1]
-        if _leaves(handler) or not isinstance(last, ast.Raise):
+        raised = [x.exc for x in ast.walk(handler) if isinstance(x, ast.Raise) and x.exc]
+        if _leaves(handler) or not isinstance(handler.body[-1], ast.Raise):
             caught.append(handler.type)
-        elif last.exc is not None and ast.unparse(last.exc) != handler.name:
+        elif any(ast.unparse(each) != handler.name for each in raised):
             renamed.append(handler.type)
     return caught, renamed
 
@@ -148,28 +149,27 @@ def _swallowed(frame: FrameType, manager: ast.expr) -> Sequence[ast.expr | None]
     if made is contextlib.suppress and isinstance(manager, ast.Call):
         return manager.args
     kind = made if isinstance(made, type) else type(made)
-    exits = _function(getattr(made, "__wrapped__", None) or getattr(kind, "__exit__", None))
-    keeps = any(_keeps(each) for each in ast.walk(exits)) if exits else False
-    return [None] if keeps else []
+    exits = getattr(made, "__wrapped__", None) or getattr(kind, "__exit__", None)
+    return [None] if any(map(_keeps, _source(exits))) else []
 
 
 def _keeps(node: ast.AST) -> bool:
     match node:
-        case ast.Return(value=value):
-            return not isinstance(value, ast.Constant | None) or bool(getattr(value, "value", None))
+        case ast.Return(value=None | ast.Constant(value=None | False)):
+            return False
+        case ast.Return():
+            return True
         case ast.Try():
             yields = any(isinstance(x, ast.Yield) for each in node.body for x in ast.walk(each))
             return yields and any(_handled(node))
     return False
 
 
-def _function(function: Any) -> ast.FunctionDef | None:
-    """Returns the source of a function that is written in Python."""
-    code = getattr(function, "__code__", None)
-    nodes = nodes_of(code.co_filename) if code else ()
-    named = (x for x in nodes if isinstance(x, ast.FunctionDef) and x.name == code.co_name)
-    starts = ((min([x.lineno, *(d.lineno for d in x.decorator_list)]), x) for x in named)
-    return next((x for line, x in starts if line == code.co_firstlineno), None)
+def _source(function: Any) -> Iterable[ast.AST]:
+    """Returns the syntax of a function; nothing of one that is not written in Python."""
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
+        return ast.walk(ast.parse(dedent(getsource(function))))
+    return ()
 
 
 def _is_raised(frame: FrameType, expression: ast.expr | None) -> bool:
