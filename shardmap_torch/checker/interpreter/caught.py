@@ -23,15 +23,24 @@ from shardmap_torch.core.source_location import Site, frames_in_body, nodes_of
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 _NAMES: Final = (
-    "_assert_async _linalg_check_errors _linalg_eigh _linalg_svd bernoulli embedding embedding_bag "
-    "fmod floor_divide gather index index_add index_copy index_fill index_put index_select "
-    "linalg_eig linalg_eigvals linalg_lstsq masked_scatter multinomial nll_loss2d_forward "
-    "nll_loss_forward normal poisson put remainder scatter scatter_add scatter_reduce "
-    "take"
+    "_assert_async _ctc_loss _embedding_bag_forward_only _histogramdd_bin_edges "
+    "_linalg_check_errors _linalg_eigh _linalg_svd bernoulli binary_cross_entropy bincount "
+    "cholesky cholesky_inverse embedding embedding_bag embedding_renorm floor_divide fmod gather "
+    "histc histogram index index_add index_copy index_fill index_put index_reduce index_select "
+    "linalg_eig linalg_eigvals linalg_ldl_solve linalg_lstsq linalg_lu_solve linalg_pinv linspace "
+    "lu_unpack masked_scatter max_unpool2d max_unpool3d multi_margin_loss "
+    "multilabel_margin_loss_forward multinomial nll_loss2d_forward nll_loss_forward normal poisson "
+    "put remainder repeat_interleave scatter scatter_add scatter_reduce segment_reduce take"
 )
 _RAISED: Final = (RuntimeError, IndexError, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
 
-MAY_FAIL: Final[frozenset[Any]] = frozenset((torch.nn.functional.one_hot,)) | frozenset(
+_ALSO: Final = (
+    torch.nn.functional.one_hot,
+    torch.nn.functional.linear_cross_entropy,
+    torch.ops.aten.div.Tensor_mode,
+    torch.ops.aten.div_.Tensor_mode,
+)
+MAY_FAIL: Final[frozenset[Any]] = frozenset(_ALSO) | frozenset(
     getattr(packet, overload)
     for name in _NAMES.split()
     for packet in (getattr(torch.ops.aten, spelled, None) for spelled in (name, name + "_"))

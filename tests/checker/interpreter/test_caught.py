@@ -3,15 +3,22 @@
 import contextlib
 import copy
 import io
+import itertools
+import math
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, one_hot
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardmap_torch import I, P, ShardTypeError, all_reduce, make_mesh, shard_map
+from shardmap_torch.checker.interpreter.caught import MAY_FAIL
 from tests.support.golden import hold
 
 Attempt = Callable[[Tensor], object]
@@ -130,7 +137,7 @@ def loud() -> Iterator[None]:
         print("done")
 
 
-def managed(manager: Callable[[], contextlib.AbstractContextManager[None]]) -> Attempt:
+def managed(manager: Any) -> Callable[[Tensor], Tensor]:
     def body(x: Tensor) -> Tensor:
         with manager():
             x = torch.linalg.cholesky(torch.eye(4) + 0 * x[:4])
@@ -140,11 +147,12 @@ def managed(manager: Callable[[], contextlib.AbstractContextManager[None]]) -> A
 
 
 def test_managers_that_keep_an_error_from_being_raised_are_refused() -> None:
+    manager: Any
     for manager in (Quiet, quiet):
         with pytest.raises(ShardTypeError, match="fails for some values, and the body catches"):
             check(managed(manager))
-    for other in (loud, torch.no_grad, contextlib.nullcontext):
-        check(managed(other))
+    for manager in (loud, torch.no_grad, contextlib.nullcontext):
+        check(managed(manager))
 
 
 def test_an_error_that_is_raised_as_another_may_not_be_caught_either() -> None:
@@ -152,9 +160,10 @@ def test_an_error_that_is_raised_as_another_may_not_be_caught_either() -> None:
 
     def renames(x: Tensor) -> Tensor:
         try:
-            return torch.linalg.cholesky(torch.eye(4) + 0 * x)
+            factor: Tensor = torch.linalg.cholesky(torch.eye(4) + 0 * x)
         except RuntimeError as error:
             raise NoFactorError("not positive") from error
+        return factor
 
     def catches(x: Tensor) -> Tensor:
         x = x[:4]
@@ -247,3 +256,75 @@ def test_copies_and_texts_are_made_in_checks_and_runs() -> None:
     found = check(body)
     torch.manual_seed(0)
     torch.testing.assert_close(found, 2 * torch.rand(8, 4).sum())
+
+
+# ---------------------------------------------------------------------- which operations may fail
+
+
+class Last(TorchDispatchMode):
+    """Notes the operation that has been called last."""
+
+    op: object = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.op = func
+        return func(*args, **(kwargs or {}))
+
+
+FILLS = (math.nan, math.inf, -1e30, 0.0, 2.0)
+ASKED_OR_OF_MEMORY = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.as_strided.default,
+}
+"""What the checker refuses for another reason, or what fails for the fills' memory."""
+
+
+def filled(x: object, value: float) -> object:
+    """Fills a tensor with a value, or, for integers and bools, with one that stands for it."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        return x
+    if not (x.is_floating_point() or x.is_complex()):
+        value = max(min(value, 100), -100) if value == value else 0
+    if x.dtype in (torch.bool, torch.uint8):
+        value = abs(value)
+    return torch.full_like(x.detach(), value)
+
+
+def failing(info: Any, dtype: torch.dtype) -> Iterator[object]:
+    """Yields the operations that fail for a fill and not for torch's own samples of it."""
+    for sample in itertools.islice(info.sample_inputs("cpu", dtype), 8):
+        given = sample.input, sample.args, sample.kwargs
+        if sum(x.numel() for x in tree_leaves(given) if isinstance(x, Tensor)) > 500:
+            continue
+        if last_of(info.op, *given) is not None:
+            continue
+        for value in FILLS:
+            yield last_of(info.op, *tree_map(partial(filled, value=value), given))
+
+
+def last_of(op: Any, first: object, args: Any, kwargs: Any) -> object:
+    """Returns the operation in which a call fails; None if it does not."""
+    last = Last()  # type: ignore[no-untyped-call]
+    try:
+        with last:
+            op(first, *args, **kwargs)
+    except Exception:
+        return last.op
+    return None
+
+
+@pytest.mark.fuzz
+@pytest.mark.filterwarnings("ignore")
+def test_every_operation_of_torch_that_fails_for_some_values_is_known() -> None:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found = {
+        op
+        for info in op_db
+        for dtype in (torch.float64, torch.int64)
+        if dtype in info.dtypes
+        for op in failing(info, dtype)
+    }
+    named = {str(op) for op in found - MAY_FAIL - ASKED_OR_OF_MEMORY - {None}}
+    assert {each for each in named if not each.startswith("torch_nn.")} == set()
