@@ -2,19 +2,17 @@
 
 import gc
 import os
-from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 from unittest import mock
-from zlib import crc32
 
 import hypothesis
 import pytest
 import torch
 
 from shardmap_torch.checker.verify import verdict
-from tests.support.fuzzing import FUZZ, sized
+from tests.support.fuzzing import FUZZ, left_out, sized
 from tests.support.pool import Gloo, Pool
 
 # No deadline: on a busy machine it measures the neighbours, and pytest-timeout catches a hang.
@@ -46,26 +44,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leaves slow modules unread where no slow test runs: some import half of torch's tests."""
     skips = config.option.markexpr == "not slow" and collection_path in SLOW
     return True if skips else None
-
-
-def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Returns the cases of tests marked `sample(n, *names)` but for `n`.
-
-    Those of these names come first. Others are told by a hash of theirs, so that a new case takes
-    the place of one at most.
-    """
-    cases = defaultdict(list)
-    for item in items:
-        mark = item.get_closest_marker("sample")
-        if mark and not item.get_closest_marker("fuzz"):
-            test, _, case = item.name.removesuffix("]").partition("[")
-            rank = case not in mark.args[1:], crc32(item.name.encode())
-            cases[item.path, test, mark.args[0]].append((rank, item))
-    return {
-        item
-        for (_, _, number), found in cases.items()
-        for _, item in sorted(found, key=lambda ranked: ranked[0])[number:]
-    }
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
