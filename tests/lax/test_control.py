@@ -81,6 +81,14 @@ def test_cond_runs_one_branch_that_all_ranks_choose() -> None:
         out_specs=P("i"),
     )
     assert differing(x)["y"].tolist() == [3.0, -2.0]
+    other = shard_map(
+        lambda x: lax.cond(x.sum() > 1, lambda x: {"y": x}, lambda x: [x], x),
+        mesh=MESH,
+        in_specs=P("i"),
+        out_specs=P("i"),
+    )
+    with pytest.raises(TransformError, match=r"cond: the branches return .*must return equal tree"):
+        other(x)
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "ranks"])
@@ -189,6 +197,10 @@ WRONG: list[tuple[Any, str]] = [
         lambda: lax.associative_scan(torch.add, (torch.ones(2), torch.ones(3))),  # type: ignore[arg-type]
         "associative_scan: the leaves of elems must have one number of entries along axis; here "
         "they have [2, 3].",
+    ),
+    (
+        lambda: lax.associative_scan(lambda x, y: (x, y), torch.ones(2)),  # type: ignore[arg-type,return-value]
+        "associative_scan: fn returns PyTreeSpec((*, *)) for entries that are PyTreeSpec(*).",
     ),
     (
         lambda: lax.dynamic_slice(torch.ones(2, 2), (0,), (1, 1)),

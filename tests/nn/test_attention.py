@@ -11,7 +11,7 @@ from torch.nn import functional
 from shardmap_torch import I, LayerError, P, R, convert, make_mesh, shard_map, validate_rule
 from shardmap_torch.nn import attention, own_kv_heads
 from shardmap_torch.nn.attention import selected_heads
-from tests.nn.support.cases import Case, budget, random
+from tests.nn.support.cases import Case, budget, mapped, random
 
 Q, K, V = random(4, 6, 4, 2), random(4, 6, 2, 2, seed=1), random(4, 6, 2, 3, seed=2)
 Q8 = random(4, 6, 8, 2)
@@ -69,6 +69,25 @@ CASES = {
         sizes=(1, 4),
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["of all", "causal"])
+def test_a_product_with_the_hessian_is_that_of_one_device(name: str) -> None:
+    """torch's fused kernels have one derivative only."""
+    case = CASES[name]
+    mesh = make_mesh(case.sizes, ("dp", "tp"), kind="simulated", simulate="vmap")
+    found = []
+    for f in (mapped(case, mesh), case.reference):
+
+        def slope(*xs: Tensor, f: Any = f) -> Any:
+            return sum(g.sin().sum() for g in torch.func.grad(pulled(f), (0, 1, 2))(*xs))
+
+        found.append(torch.func.grad(slope, (0, 1, 2))(*case.inputs))
+    torch.testing.assert_close(*found)
+
+
+def pulled(f: Any) -> Any:
+    return lambda *xs: f(*xs).sin().sum()
 
 
 def test_nothing_is_sent() -> None:

@@ -92,6 +92,18 @@ class Calls:
         return torch.cat(differentiable.all_to_all(out, sent, group=self.group))
 
 
+class CallsOfProcesses(Calls):
+    """Programs that only processes run unchecked: operators by name, and the group of all ranks."""
+
+    def operator(self, x: Tensor) -> Tensor:
+        out = torch.ops._c10d_functional.all_reduce.default(x, "sum", self.group.group_name)
+        made: Tensor = torch.ops._c10d_functional.wait_tensor.default(out)
+        return made
+
+    def sum_of_all(self, x: Tensor) -> Any:
+        return differentiable.all_reduce(x * x) * x
+
+
 EXCHANGED: Final = [0, 1, 4, 5, 2, 3, 6, 7]
 
 
@@ -112,12 +124,16 @@ PROGRAMS: Final[dict[str, tuple[Callable[[Tensor], Tensor], P, bool]]] = {
     "differentiable_gather": (_gathered, P("tp"), True),
     "differentiable_exchange": (lambda x: (x * x)[EXCHANGED], P("tp"), True),
 }
+OF_PROCESSES: Final = {
+    "operator": (lambda x: x.view(2, 4, 4).sum(0), P(), False),
+    "sum_of_all": PROGRAMS["differentiable_sum"],
+}
 """Results of each program, their specs, and whether they have a gradient."""
 
 
 def run(name: str, check: Any, mesh: Mesh) -> None:
-    expected, spec, has_gradient = PROGRAMS[name]
-    body = getattr(Calls(mesh), name)
+    expected, spec, has_gradient = {**PROGRAMS, **OF_PROCESSES}[name]
+    body = getattr(CallsOfProcesses(mesh), name)
     f = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=spec, check=check)
     values = []
     for function in (f, expected):
@@ -132,7 +148,7 @@ def run(name: str, check: Any, mesh: Mesh) -> None:
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_call_does_what_torch_does(kind: Any, check: Any, gloo: Gloo) -> None:
-    for name in PROGRAMS:
+    for name in PROGRAMS if kind == "ranks" else (*PROGRAMS, *OF_PROCESSES):
         run_on(kind, partial(run, name, check), gloo)
 
 

@@ -158,6 +158,24 @@ def test_it_runs_on_what_a_vmap_batches(monkeypatch: pytest.MonkeyPatch, where: 
         torch.testing.assert_close({name: x[at] for name, x in found.items()}, update(*own))
 
 
+def test_what_a_vmap_batches_otherwise_is_composed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of several ranks at one position of two lists, or a number that is batched."""
+    weights, rates = {"a": torch.randn(4, 3), "b": torch.randn(4, 3)}, torch.rand(4)
+
+    def decayed(weights: Any, rate: Tensor) -> Any:
+        return FUSED.foreach("mul", [*weights.values()], rate)
+
+    def added(weights: Any, rate: Tensor) -> Any:
+        columns = [x.unsqueeze(-1) for x in weights.values()]
+        return FUSED.foreach("add", [*weights.values()], columns)
+
+    for f in (decayed, added):
+        found = torch.func.vmap(f)(weights, rates)
+        for at in range(4):
+            own = f({name: x[at] for name, x in weights.items()}, rates[at])
+            torch.testing.assert_close([x[at] for x in found], own)
+
+
 def _of_rate(rate: Tensor) -> Tensor:
     weights = {"a": torch.ones(3, dtype=torch.float64)}
     return sum_of(train(adamw(lambda step: rate / step), weights, weights, 2))

@@ -140,6 +140,21 @@ def test_a_program_that_is_another_over_tp_is_refused(
     assert last == expected[1]
 
 
+def test_an_error_of_one_device_is_told_where_nothing_is_returned() -> None:
+    def body(x: Tensor, w: Tensor, b: Tensor) -> None:
+        y = product(x, w)
+        if len(w) == len(W):
+            y.numpy()
+
+    with pytest.raises(ShardTypeError) as raised:
+        run(body, 2, {"tp": "global"}, out_specs=None)  # type: ignore[arg-type]
+    assert str(raised.value) == (
+        "body: numpy takes the numbers of a tensor out of torch, where nothing tracks them.\n"
+        f"  at test_axes.py:{body.__code__.co_firstlineno + 3}: y.numpy()\n"
+        "Fix: compute with torch; pass what is known before the call as a static argument."
+    )
+
+
 def test_over_an_axis_that_is_local_only_types_are_required() -> None:
     with pytest.raises(ShardTypeError, match="check='global'"):
         run(ring, 2, {"tp": "global", "dp": "global"})

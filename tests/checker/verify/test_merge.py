@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import I, P, R, all_reduce
+from shardmap_torch.checker.verify import verdict
 from tests.checker.support.branching import SPECS, W, X, both, loss, plain_loss
 from tests.checker.support.rejections import assert_right, rejection
 
@@ -21,6 +22,18 @@ def test_an_input_that_one_way_does_not_use_gets_the_spec_of_the_other() -> None
         return plain_loss(x, w) if x.abs().sum() > 1 else x.sum()
 
     both(body, one, X, W, in_specs=SPECS, out_specs=P())
+
+
+def test_types_that_the_paths_never_agree_on_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        big = all_reduce(x.detach().abs().sum(), "tp", dst=I) > 1
+        return loss(x, w) if big else all_reduce(x.sum(), "tp", dst=I)
+
+    monkeypatch.setattr(verdict, "_ROUNDS", 0)  # no program is known that needs more than one
+    assert rejection(body, X, W, in_specs=SPECS, out_specs=P()) == (
+        "body: no types of the inputs and results were found that suit all paths through the "
+        "body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."
+    )
 
 
 def test_an_input_that_two_ways_need_differently_is_refused() -> None:
