@@ -158,16 +158,15 @@ def _swallowed(frame: FrameType, manager: ast.expr) -> Sequence[ast.expr | None]
     if made is contextlib.suppress and isinstance(manager, ast.Call):
         return manager.args
     kind = made if isinstance(made, type) else type(made)
-    exits = getattr(made, "__wrapped__", None) or getattr(kind, "__exit__", None)
+    generator = made.gen.gi_code if kind is contextlib._GeneratorContextManager else None
+    exits = generator or getattr(made, "__wrapped__", None) or getattr(kind, "__exit__", None)
     return [None] if any(map(_keeps, _source(exits))) else []
 
 
 def _keeps(node: ast.AST) -> bool:
     match node:
-        case ast.Return(value=None | ast.Constant(value=None | False)):
-            return False
-        case ast.Return():
-            return True
+        case ast.Return(value=value):
+            return value is not None and ast.unparse(value) not in ("None", "False")
         case ast.Try():
             yields = any(isinstance(x, ast.Yield) for each in node.body for x in ast.walk(each))
             return yields and any(_handled(node))

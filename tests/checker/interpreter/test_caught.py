@@ -146,13 +146,25 @@ def managed(manager: Any) -> Callable[[Tensor], Tensor]:
     return body
 
 
+def made_before(manager: Any) -> Callable[[Tensor], Tensor]:
+    def body(x: Tensor) -> Tensor:
+        made = manager()
+        with made:
+            x = torch.linalg.cholesky(torch.eye(4) + 0 * x[:4])
+        return all_reduce(x.sum(), "tp", dst=I)
+
+    return body
+
+
 def test_managers_that_keep_an_error_from_being_raised_are_refused() -> None:
+    """Made where they are entered, or before, as by torch.func.vjp where it pulls back."""
     manager: Any
-    for manager in (Quiet, quiet):
-        with pytest.raises(ShardTypeError, match="fails for some values, and the body catches"):
-            check(managed(manager))
-    for manager in (loud, torch.no_grad, contextlib.nullcontext):
-        check(managed(manager))
+    for body in (managed, made_before):
+        for manager in (Quiet, quiet):
+            with pytest.raises(ShardTypeError, match="fails for some values, and the body catches"):
+                check(body(manager))
+        for manager in (loud, torch.no_grad, contextlib.nullcontext):
+            check(body(manager))
 
 
 def test_an_error_that_is_raised_as_another_may_not_be_caught_either() -> None:
