@@ -17,7 +17,7 @@ from tests.support.pool import Gloo, Pool
 
 # No deadline: on a busy machine it measures the neighbours, and pytest-timeout catches a hang.
 hypothesis.settings.register_profile(
-    "tests", deadline=None, print_blob=True, max_examples=sized(30, 100)
+    "tests", deadline=None, print_blob=True, max_examples=sized(20, 100)
 )
 hypothesis.settings.load_profile("tests")
 

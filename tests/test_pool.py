@@ -230,6 +230,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are stopped on Linux alone")
 def test_stopped_workers_end_with_a_session_that_is_killed() -> None:
     root = Path(__file__).parent.parent

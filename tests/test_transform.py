@@ -5,7 +5,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from tests.programs.support.everywhere import (
     ON_PROCESSES_OR_VMAP,
     ON_REAL_RANKS,
     SIMULATED,
+    Scenario,
     run_on,
     same,
 )
@@ -200,11 +201,6 @@ def outside_of_a_gradient_inside(mesh: Mesh) -> None:
     same(torch.autograd.grad((f(X, leaf) ** 2).sum(), leaf)[0], expected)
 
 
-@ON_EVERY_MESH
-def test_a_gradient_from_outside_goes_through_one_in_the_body(kind: str, gloo: Gloo) -> None:
-    run_on(kind, outside_of_a_gradient_inside, gloo)
-
-
 @ON_PROCESSES_OR_VMAP
 @pytest.mark.parametrize("transform", FORWARD)
 def test_forward_mode_in_the_body(transform: str, kind: str, gloo: Gloo) -> None:
@@ -280,11 +276,6 @@ def backward_late_and_elsewhere(mesh: Mesh) -> None:
     same(x.grad, y.grad)
 
 
-@ON_EVERY_MESH
-def test_backward_after_the_body_on_another_thread(kind: str, gloo: Gloo) -> None:
-    run_on(kind, backward_late_and_elsewhere, gloo)
-
-
 def backward_twice(mesh: Mesh) -> None:
     x = X.clone().requires_grad_()
     y = mapped(mesh)(x, W)
@@ -292,11 +283,6 @@ def backward_twice(mesh: Mesh) -> None:
     y.backward()
     assert x.grad is not None
     same(x.grad, 2 * torch.func.grad(reference)(X, W))
-
-
-@ON_EVERY_MESH
-def test_a_graph_that_is_kept_can_be_used_again(kind: str, gloo: Gloo) -> None:
-    run_on(kind, backward_twice, gloo)
 
 
 def grad_modes(mesh: Mesh) -> None:
@@ -311,11 +297,6 @@ def grad_modes(mesh: Mesh) -> None:
     assert not g(x).requires_grad
 
 
-@ON_EVERY_MESH
-def test_grad_modes_hold_in_the_body_and_for_the_result(kind: str, gloo: Gloo) -> None:
-    run_on(kind, grad_modes, gloo)
-
-
 def unused_input(mesh: Mesh) -> None:
     x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
     specs = (P("tp"), P(replicate="tp"))
@@ -325,11 +306,6 @@ def unused_input(mesh: Mesh) -> None:
     assert w.grad is None
     assert x.grad is not None
     same(x.grad, torch.full_like(X, 2))
-
-
-@ON_EVERY_MESH
-def test_an_unused_input_gets_no_gradient(kind: str, gloo: Gloo) -> None:
-    run_on(kind, unused_input, gloo)
 
 
 def one_tensor_twice(mesh: Mesh) -> None:
@@ -345,11 +321,6 @@ def one_tensor_twice(mesh: Mesh) -> None:
     same(x.grad, expected)
 
 
-@ON_EVERY_MESH
-def test_one_tensor_may_enter_by_two_specs(kind: str, gloo: Gloo) -> None:
-    run_on(kind, one_tensor_twice, gloo)
-
-
 def closure(mesh: Mesh) -> None:
     leaf = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     factor = leaf * 3  # not a leaf itself
@@ -361,11 +332,6 @@ def closure(mesh: Mesh) -> None:
     same(torch.autograd.grad(y, leaf), (X.sum() * 3,))
 
 
-@ON_EVERY_MESH
-def test_a_closure_that_is_used_as_one_value_gets_its_gradient(kind: str, gloo: Gloo) -> None:
-    run_on(kind, closure, gloo)
-
-
 def closure_as_result(mesh: Mesh) -> None:
     w = W.clone().requires_grad_()
 
@@ -374,11 +340,6 @@ def closure_as_result(mesh: Mesh) -> None:
 
     y, out = checked(body, mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), P()))(X)
     same((y, out), (X * 2, W))
-
-
-@ON_EVERY_MESH
-def test_a_closed_over_tensor_can_be_a_result(kind: str, gloo: Gloo) -> None:
-    run_on(kind, closure_as_result, gloo)
 
 
 def test_a_body_that_vmap_cannot_batch_runs_as_ranks() -> None:
@@ -400,11 +361,6 @@ def searching_for_nan(mesh: Mesh) -> None:
         total(x).backward()
     assert x.grad is not None
     same(x.grad, 2 * X)
-
-
-@ON_EVERY_MESH
-def test_anomaly_detection_does_not_disturb_the_checker(kind: str, gloo: Gloo) -> None:
-    run_on(kind, searching_for_nan, gloo)
 
 
 def test_rank_threads_refuse_a_closure_that_an_outer_transform_tracks() -> None:
@@ -490,11 +446,6 @@ def reaching(mesh: Mesh) -> None:
         )
 
 
-@ON_EVERY_MESH
-def test_a_gradient_reaches_what_the_body_closes_over(kind: str, gloo: Gloo) -> None:
-    run_on(kind, reaching, gloo)
-
-
 def test_every_transform_reaches_what_the_body_closes_over() -> None:
     scale = torch.arange(2.0, dtype=torch.float64) + 1
     loss, one = losses_on(make_mesh((2,), ("tp",), kind="simulated"), "global")
@@ -569,11 +520,6 @@ def ambient(mesh: Mesh) -> None:
         same(see(X), X)
     assert set(seen) == {mesh}
     assert current_mesh() is None
-
-
-@ON_EVERY_MESH
-def test_the_mesh_is_that_of_use_mesh_and_seen_in_the_body(kind: str, gloo: Gloo) -> None:
-    run_on(kind, ambient, gloo)
 
 
 def test_the_mesh_is_looked_up_in_each_call() -> None:
@@ -694,11 +640,6 @@ def decorated(mesh: Mesh) -> None:
     same(gathered(X), X)
 
 
-@ON_EVERY_MESH
-def test_as_a_decorator_it_keeps_name_and_docstring(kind: str, gloo: Gloo) -> None:
-    run_on(kind, decorated, gloo)
-
-
 def test_names_for_all_do_not_replace_modules_of_torch_and_python() -> None:
     import shardmap_torch
 
@@ -729,3 +670,25 @@ def test_the_traceback_of_an_error_has_the_frames_of_the_user(
     assert frames() == ["frames", "<lambda>", "layer"]
     monkeypatch.setenv("SHARDMAP_TRACEBACK", "full")
     assert "run" in frames()
+
+
+CLAIMS: Final[dict[str, Scenario]] = {
+    "a gradient from outside goes through one in the body": outside_of_a_gradient_inside,
+    "backward after the body on another thread": backward_late_and_elsewhere,
+    "a graph that is kept can be used again": backward_twice,
+    "grad modes hold in the body and for the result": grad_modes,
+    "an unused input gets no gradient": unused_input,
+    "one tensor may enter by two specs": one_tensor_twice,
+    "a closure that is used as one value gets its gradient": closure,
+    "a closed over tensor can be a result": closure_as_result,
+    "anomaly detection does not disturb the checker": searching_for_nan,
+    "a gradient reaches what the body closes over": reaching,
+    "the mesh is that of use mesh and seen in the body": ambient,
+    "as a decorator it keeps name and docstring": decorated,
+}
+
+
+@ON_EVERY_MESH
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_on_every_mesh(claim: str, kind: str, gloo: Gloo) -> None:
+    run_on(kind, CLAIMS[claim], gloo)

@@ -230,6 +230,7 @@ def gpt_compiled() -> float:
     return max(float((full(a) - full(b)).abs().max()) for a, b in zip(*ends, strict=True))
 
 
+@pytest.mark.fuzz  # 30 s; batched, it runs in tests/run/test_vmap_compiled.py
 def test_the_step_of_the_gpt_example_compiles_and_is_the_eager_one(gloo: Gloo) -> None:
     for difference in gloo(2).run(gpt_compiled, timeout=900):
         assert difference < 1e-12

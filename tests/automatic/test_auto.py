@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.automatic.recording import bytes_sent, shown
-from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
+from tests.programs.support.everywhere import ON_EVERY_MESH, Scenario, run_on
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
 
@@ -62,11 +62,6 @@ def equals_one_device(mesh: Mesh) -> None:
         torch.testing.assert_close(full(leaf.grad), expected[name].grad, rtol=1e-10, atol=1e-10)
 
 
-@ON_EVERY_MESH
-def test_values_and_gradients_are_those_of_one_device(kind: Any, gloo: Gloo) -> None:
-    run_on(kind, equals_one_device, gloo, MESH, AXES)
-
-
 def lies_as_specified(mesh: Mesh) -> None:
     x = random((4, 4), 0)
     f = auto(lambda x: (x, {"y": x * 2, "n": 3}), in_specs=(P("dp"),), mesh=mesh,
@@ -82,11 +77,6 @@ def lies_as_specified(mesh: Mesh) -> None:
     assert second["n"] == 3
 
 
-@ON_EVERY_MESH
-def test_results_lie_by_their_specs(kind: Any, gloo: Gloo) -> None:
-    run_on(kind, lies_as_specified, gloo, MESH, AXES)
-
-
 def marks(mesh: Mesh) -> None:
     x = random((4, 4), 0).requires_grad_()
     for spec in (P("dp", "tp"), ("dp", None), (("dp", "tp"),), P()):
@@ -95,11 +85,6 @@ def marks(mesh: Mesh) -> None:
         assert full(marked).equal(x)
         (grad,) = torch.autograd.grad(full(marked * marked).sum(), x)
         assert full(grad).equal(2 * x)
-
-
-@ON_EVERY_MESH
-def test_marks_change_layouts_and_no_values(kind: Any, gloo: Gloo) -> None:
-    run_on(kind, marks, gloo, MESH, AXES)
 
 
 def mixes(mesh: Mesh) -> None:
@@ -123,11 +108,6 @@ def mixes(mesh: Mesh) -> None:
     torch.testing.assert_close(full(value), expected, rtol=1e-10, atol=1e-10)
     found = [torch.autograd.grad(each, w1)[0] for each in (value, expected)]
     torch.testing.assert_close(full(found[0]), found[1], rtol=1e-10, atol=1e-10)
-
-
-@ON_EVERY_MESH
-def test_manual_functions_run_in_automatic_code(kind: Any, gloo: Gloo) -> None:
-    run_on(kind, mixes, gloo, MESH, AXES)
 
 
 def tells_every_redistribution(mesh: Mesh) -> None:
@@ -216,3 +196,17 @@ def test_results_that_the_specs_do_not_match_are_named() -> None:
         "neg: the result does not match out_specs:\n"
         "  neg: P(None, 'tp') has 2 entries, but the value has 1 dim"
     )
+
+
+ON_EVERY_MESH_OF_TWO_AXES: Final[dict[str, Scenario]] = {
+    "values and gradients are those of one device": equals_one_device,
+    "results lie by their specs": lies_as_specified,
+    "marks change layouts and no values": marks,
+    "manual functions run in automatic code": mixes,
+}
+
+
+@ON_EVERY_MESH
+@pytest.mark.parametrize("claim", ON_EVERY_MESH_OF_TWO_AXES)
+def test_on_every_mesh_of_two_axes(claim: str, kind: str, gloo: Gloo) -> None:
+    run_on(kind, ON_EVERY_MESH_OF_TWO_AXES[claim], gloo, MESH, AXES)

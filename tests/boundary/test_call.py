@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from shardmap_torch import (
     axis_index,
     make_mesh,
 )
-from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, run_on, same
+from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, Scenario, run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
@@ -256,11 +256,6 @@ def trees(mesh: Mesh) -> None:
     assert (out["mode"], out["n"], out["none"]) == ("b", 3, None)
 
 
-@ON_EVERY_MESH
-def test_pytrees_prefixes_keywords_and_static_arguments(kind: str, gloo: Gloo) -> None:
-    run_on(kind, trees, gloo)
-
-
 def variadic(mesh: Mesh) -> None:
     f = shard_map(
         lambda *xs: xs[::-1], mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp")
@@ -268,11 +263,6 @@ def variadic(mesh: Mesh) -> None:
     same(f(X, X[:2])[1], X)
     one = shard_map(lambda *xs: sum(xs), mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
     same(one(X, X, X), 3 * X)
-
-
-@ON_EVERY_MESH
-def test_one_spec_or_a_tuple_serves_any_number_of_arguments(kind: str, gloo: Gloo) -> None:
-    run_on(kind, variadic, gloo)
 
 
 DTYPES = [
@@ -298,11 +288,6 @@ def dtypes(mesh: Mesh) -> None:
                     same(y.to(torch.complex128), x.to(torch.complex128))
 
 
-@ON_EVERY_MESH
-def test_any_dtype_and_empty_tensors_cross(kind: str, gloo: Gloo) -> None:
-    run_on(kind, dtypes, gloo)
-
-
 def scalars(mesh: Mesh) -> None:
     f = shard_map(
         lambda x, n: all_reduce(x * n, "tp", dst=I), mesh=mesh, in_specs=P(), out_specs=P()
@@ -311,20 +296,10 @@ def scalars(mesh: Mesh) -> None:
     same(f(torch.tensor(2.0), True), torch.tensor(4.0))
 
 
-@ON_EVERY_MESH
-def test_scalars_and_numbers_enter_whole(kind: str, gloo: Gloo) -> None:
-    run_on(kind, scalars, gloo)
-
-
 def strided(mesh: Mesh) -> None:
     for x in (X.t(), X[:1].expand(4, 6), X[:, ::3], X.flip(0)[::2]):
         y = shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(x)
         same(y, 2 * x)
-
-
-@ON_EVERY_MESH
-def test_non_contiguous_and_expanded_inputs_are_cut_by_value(kind: str, gloo: Gloo) -> None:
-    run_on(kind, strided, gloo)
 
 
 def packed(mesh: Mesh, kind: str, body: Any) -> None:
@@ -361,6 +336,17 @@ def written(mesh: Mesh) -> None:
         )
 
 
+CLAIMS: Final[dict[str, Scenario]] = {
+    "pytrees prefixes keywords and static arguments": trees,
+    "one spec or a tuple serves any number of arguments": variadic,
+    "any dtype and empty tensors cross": dtypes,
+    "scalars and numbers enter whole": scalars,
+    "non contiguous and expanded inputs are cut by value": strided,
+    "writing into an input is an error": written,
+}
+
+
 @ON_EVERY_MESH
-def test_writing_into_an_input_is_an_error(kind: str, gloo: Gloo) -> None:
-    run_on(kind, written, gloo)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_on_every_mesh(claim: str, kind: str, gloo: Gloo) -> None:
+    run_on(kind, CLAIMS[claim], gloo)

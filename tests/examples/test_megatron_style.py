@@ -122,7 +122,7 @@ def equal_model(config: Config, check: Any, mesh: Mesh) -> None:
 CONFIGS: Final = [Config(16, 8, 2, 1, 4, sequence) for sequence in (False, True)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1, "sequence-ranks-global")
 @pytest.mark.parametrize(
     ("kind", "check"),
     [("ranks", True), ("ranks", "global"), ("gloo", "global")],
@@ -258,7 +258,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("number", range(len(MUTANTS)))
 def test_a_mutant_is_refused(number: int, copied: Path) -> None:
     file, old, new, at = MUTANTS[number]

@@ -1,7 +1,7 @@
 """JAX's casts of equal values: finished gradients in bodies, and the other reading."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from tests.programs.support.everywhere import ON_EVERY_MESH, run_on, same
+from tests.programs.support.everywhere import ON_EVERY_MESH, Scenario, run_on, same
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
 
@@ -53,11 +53,6 @@ def inner_step(mesh: Mesh) -> None:
             same(f(w, x), (w - 0.1 * gradient, value))
 
 
-@ON_EVERY_MESH
-def test_the_gradient_of_a_cast_value_is_finished_in_the_body(kind: str, gloo: Gloo) -> None:
-    run_on(kind, inner_step, gloo, (3,), ("i",))
-
-
 def outside(mesh: Mesh) -> None:
     """Per-leaf gradients from outside are those of one device, whichever reading."""
     for name, loss in CASTS.items():
@@ -66,11 +61,6 @@ def outside(mesh: Mesh) -> None:
         f: Any = shard_map(loss, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
         f(w, x).backward()
         same((w.grad, x.grad), torch.func.grad(ALONE[name], (0, 1))(w.detach(), x.detach()))
-
-
-@ON_EVERY_MESH
-def test_gradients_from_outside_are_those_of_one_device(kind: str, gloo: Gloo) -> None:
-    run_on(kind, outside, gloo, (3,), ("i",))
 
 
 def other_reading(mesh: Mesh) -> None:
@@ -85,11 +75,6 @@ def other_reading(mesh: Mesh) -> None:
 
     f = shard_map(step, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
     same(f(w, x), (x + x.exp()).sum(0))
-
-
-@ON_EVERY_MESH
-def test_a_program_that_needs_the_other_reading_gets_it(kind: str, gloo: Gloo) -> None:
-    run_on(kind, other_reading, gloo, (3,), ("i",))
 
 
 MESH = make_mesh((2,), ("i",), kind="simulated")
@@ -136,11 +121,6 @@ def gathers(mesh: Mesh) -> None:
     whole: Any = y.full_tensor() if hasattr(y, "full_tensor") else y
     whole.square().sum().backward()
     same(x.grad, torch.func.grad(lambda x: (x * x.sum(0)).square().sum())(x.detach()))
-
-
-@ON_EVERY_MESH
-def test_gathered_copies_are_one_device_values_under_global(kind: str, gloo: Gloo) -> None:
-    run_on(kind, gathers, gloo, (3,), ("i",))
 
 
 def test_copies_stay_refused_where_one_device_has_another_value() -> None:
@@ -194,3 +174,17 @@ def test_a_cast_that_does_not_exist_is_named() -> None:
         "pcast does not go from varying to varying; it goes invarying -> varying, invarying -> "
         "reduced, reduced -> varying, varying -> unreduced."
     )
+
+
+ON_EVERY_MESH_OF_ANOTHER_SHAPE: Final[dict[str, Scenario]] = {
+    "the gradient of a cast value is finished in the body": inner_step,
+    "gradients from outside are those of one device": outside,
+    "a program that needs the other reading gets it": other_reading,
+    "gathered copies are one device values under global": gathers,
+}
+
+
+@ON_EVERY_MESH
+@pytest.mark.parametrize("claim", ON_EVERY_MESH_OF_ANOTHER_SHAPE)
+def test_on_every_mesh_of_another_shape(claim: str, kind: str, gloo: Gloo) -> None:
+    run_on(kind, ON_EVERY_MESH_OF_ANOTHER_SHAPE[claim], gloo, (3,), ("i",))

@@ -50,7 +50,7 @@ def test_every_mistake_of_a_file_is_named(tmp_path: Path) -> None:
         read_hardware(path)
 
 
-@pytest.mark.slow  # layers are checked and timed
+@pytest.mark.fuzz  # layers are checked and timed
 def test_this_machine_computes_and_copies() -> None:
     found = this_machine()
     assert found.flops[torch.float32] > 1e8

@@ -191,7 +191,10 @@ def ends_of_unlike_calls(within: bool, backend: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("within", "backend"), [(False, "eager"), (True, "aot_eager")])
+@pytest.mark.parametrize(
+    ("within", "backend"),
+    [pytest.param(False, "eager", marks=pytest.mark.fuzz), (True, "aot_eager")],
+)
 def test_compiled_calls_are_compared_in_order_and_values(
     gloo: Gloo, within: bool, backend: str
 ) -> None:

@@ -1,7 +1,7 @@
 """Batched bodies under torch.compile: one graph of plain operations, nothing dropped."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import optree
 import pytest
@@ -255,6 +255,10 @@ def accumulated(mesh: Mesh) -> Callable[[Tensor, Tensor, Tensor], Any]:
     return step
 
 
+SIZES: Final = sized([(4, 1)], [(4, 1), (6, 2), (4, 2)])
+"""Rows of a call, and how many graphs there are then."""
+
+
 def assert_compiles_once_a_size(mesh: Mesh, *sizes: tuple[int, int]) -> None:
     step, graphs = accumulated(mesh), list[str]()
     run, w, key = compiled(step, graphs), random((8, 8), 0), draws.key(0)
@@ -265,8 +269,7 @@ def assert_compiles_once_a_size(mesh: Mesh, *sizes: tuple[int, int]) -> None:
 
 
 def test_a_step_that_recomputes_draws_accumulates_and_clips_compiles_once_a_size() -> None:
-    mesh = make_mesh((2,), ("dp",), kind="simulated")
-    assert_compiles_once_a_size(mesh, *sized([(4, 1)], [(4, 1), (6, 2), (4, 2)]))
+    assert_compiles_once_a_size(make_mesh((2,), ("dp",), kind="simulated"), *SIZES)
 
 
 def test_each_size_is_compiled_once() -> None:
@@ -279,7 +282,7 @@ def test_each_size_is_compiled_once() -> None:
 
 
 def on_processes() -> None:
-    assert_compiles_once_a_size(worker_mesh((2,), ("dp",)), (4, 1), (6, 2), (4, 2))
+    assert_compiles_once_a_size(worker_mesh((2,), ("dp",)), *SIZES)
 
 
 def test_such_a_step_compiles_once_a_size_on_processes(gloo: Gloo) -> None:

@@ -10,7 +10,7 @@ from tests.support.fuzzing import left_out
 
 
 class Case:
-    """What `left_out` asks of a test."""
+    """Answers what `left_out` asks of a test."""
 
     path = Path("t.py")
 

@@ -195,9 +195,9 @@ def check(seed: int, num_steps: int) -> tuple[int, int]:
 
 
 def test_accepted_branches_are_right_on_ranks() -> None:
-    found = [check(seed, 4) for seed in range(3)]
-    assert sum(num for num, _ in found) >= 4
-    assert sum(both for _, both in found) >= 2
+    found = [check(seed, 4) for seed in range(2)]
+    assert sum(num for num, _ in found) >= 2
+    assert sum(both for _, both in found) >= 1
 
 
 @pytest.mark.fuzz

@@ -125,13 +125,13 @@ def test_an_accepted_program_is_right_on_processes(
 def test_the_generator_draws_every_collective_and_gradients_of_each_kind() -> None:
     """Refusing is no way out: most of the steps drawn find a type."""
     seen: Counter[str] = Counter()
-    for seed in range(12):
+    for seed in range(6):
         growth = grown(random.Random(seed), SHAPES[seed % len(SHAPES)], 6)
         assert len(growth.program.steps) >= 2
         for step in growth.program.steps:
             seen[type(step).__name__] += 1
     assert {"Local", "Communicate", "Gradient"} <= set(seen)
-    assert sum(seen.values()) >= 60
+    assert sum(seen.values()) >= 30
 
 
 def _lenient_add(addends: Sequence[AxisType]) -> AxisType | Refusal:

@@ -207,7 +207,7 @@ def mutated(name: str, old: str, new: str, path: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "old", "new"), MUTANTS)
 def test_a_mutant_is_refused_with_a_line(name: str, old: str, new: str, tmp_path: Path) -> None:
     module: Any = mutated(name, old, new, tmp_path / "mutant.py")

@@ -193,12 +193,13 @@ def test_accepts_one_dropout_mask_for_what_ranks_share() -> None:
     check_program(mapped(dropout_of_whole, P("dp")), *ARGS)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("body", RIGHT, ids=name_of)
 def test_accepts_one_device_programs(body: Body) -> None:
     accepted(body, P("dp"))
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("body", WRONG, ids=name_of)
 def test_rejects_what_is_another_program_on_one_device(
     body: Body, monkeypatch: pytest.MonkeyPatch

@@ -140,6 +140,7 @@ RIGHT: Final[dict[str, tuple[Body, Sequence[Tensor], Any, P]]] = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", RIGHT)
 def test_positions_of_a_rank_are_those_on_one_device(name: str) -> None:
     assert_is_one_device(*RIGHT[name], AUTO)

@@ -179,6 +179,7 @@ def mapped(step: Step, dp: int, **options: Any) -> Any:
     return shard_map(step, mesh=mesh, **specs)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("step", RIGHT)
 @pytest.mark.parametrize("dp", [2, 3])
 def test_the_gradient_of_a_local_mean_averaged_over_the_ranks_is_that_of_one_device(

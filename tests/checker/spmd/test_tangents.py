@@ -98,7 +98,7 @@ def outcome(mesh: Any, name: str, check: Any) -> Tensor:
     return y
 
 
-@pytest.mark.sample(3, "laplacian of each sample")
+@pytest.mark.sample(2, "laplacian of each sample")
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_product_with_a_hessian_is_that_of_one_device(name: str) -> None:
     torch.testing.assert_close(outcome(RANKS, name, "global"), outcome(ONE, name, False))
@@ -156,7 +156,7 @@ WRONG: Final[dict[str, tuple[Body, str]]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_product_that_is_another_on_one_device_is_refused(name: str) -> None:
     body, text = WRONG[name]

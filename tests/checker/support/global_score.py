@@ -8,7 +8,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -24,7 +24,7 @@ from tests.checker.support.global_programs import (
     grown,
     mutants,
 )
-from tests.checker.support.score import EQUAL, MISSED, REFUSED
+from tests.checker.support.score import EQUAL, MISSED, REFUSED, Score
 
 PROGRAMS: Final = 100
 ENDS: Final = (REFUSED, EQUAL, MISSED)
@@ -64,26 +64,6 @@ def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     )
 
 
-@dataclass
-class Score:
-    """Fates by the kind of change, and what was seen of the programs themselves.
-
-    Attributes:
-        programs: how many were grown.
-        steps: of all of them; `collectives` of these are collectives.
-        refused: how many steps were drawn that were refused.
-        fates: how many mutants of each kind came to each end.
-        wrong: programs and mutants that were accepted wrongly.
-    """
-
-    programs: int = 0
-    steps: int = 0
-    collectives: int = 0
-    refused: int = 0
-    fates: dict[str, Counter[str]] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
-
-
 def scored(seeds: Sequence[int]) -> Score:
     """Grows one program a seed, and changes each of its collectives."""
     score = Score()
@@ -98,7 +78,7 @@ def scored(seeds: Sequence[int]) -> Score:
             score.wrong.append(f"seed {seed}: {program}")
         for what, mutant in mutants(program, random.Random(seed)):
             fate = fate_of(mutant, inputs)
-            score.fates.setdefault(what, Counter())[fate] += 1
+            score.note(what, fate)
             if fate == MISSED:
                 score.wrong.append(f"seed {seed}, {what}: {mutant}\nof {program}")
     return score

@@ -70,7 +70,7 @@ class Score:
 
     Attributes:
         programs: how many were grown.
-        steps: of all of them.
+        steps: of all of them; `collectives` of these are collectives, where they are counted.
         refused: how many steps were drawn that the checker refused.
         fates: how many mutants of each kind came to each end.
         wrong: programs and mutants that the checker accepted wrongly.
@@ -78,6 +78,7 @@ class Score:
 
     programs: int = 0
     steps: int = 0
+    collectives: int = 0
     refused: int = 0
     fates: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)

@@ -161,6 +161,7 @@ def values(mesh_size: Sequence[int], case: Case, body: Body, out: P) -> list[Ten
     return outcome(mapped, (X, W))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CASES)
 def test_advice_is_right(name: str) -> None:
     case = CASES[name]

@@ -113,7 +113,7 @@ def rejection(case: Case) -> ShardTypeError | None:
 ALL: Final = (*CASES, *MORE)
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", ALL, ids=[case[0].__name__ for case in ALL])
 def test_a_printed_repair_gives_what_one_device_gives(case: Case) -> None:
     error = rejection(case)

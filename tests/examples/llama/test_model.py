@@ -56,6 +56,7 @@ def plain_logits() -> Tensor:
     return plain.apply(params(), torch.tensor([PROMPT]), None, CONFIG)[0]
 
 
+@pytest.mark.sample(1, "ranks")
 @pytest.mark.parametrize("simulate", ["vmap", "ranks"])
 def test_prefill_and_decode_give_the_logits_of_one_device(simulate: Any) -> None:
     mesh = make_mesh((3,), ("tp",), simulate=simulate)

@@ -62,7 +62,7 @@ def test_right_programs_pass_without_a_region_and_equal_one_device(case: Case) -
     same(computed(case.mapped(), arguments), computed(case.one_device(), arguments))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("case", "wrong"), WRONG, ids=named)
 def test_wrong_programs_that_are_well_typed_are_refused(case: Case, wrong: Mutant) -> None:
     with pytest.raises(ShardTypeError, match="ried with numbers over"):  # being well-typed
@@ -164,7 +164,7 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("what", UNSEEN)
 def test_what_random_numbers_do_not_see_is_refused_at_its_line(what: str) -> None:
     change, text = UNSEEN[what]

@@ -48,6 +48,7 @@ BODIES: Final[dict[str, tuple[Callable[..., Any], Tensor]]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", BODIES)
 def test_each_rank_has_all_of_some(name: str) -> None:
     body, x = BODIES[name]

@@ -185,7 +185,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
 }
 
 
-@pytest.mark.sample(13, "assigned targets")
+@pytest.mark.sample(10, "assigned targets")
 @pytest.mark.parametrize("name", RIGHT)
 def test_positions_in_shards_are_those_of_one_device(name: str) -> None:
     assert_is_one_device(*RIGHT[name])
@@ -343,6 +343,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", WRONG)
 def test_positions_that_mean_others_on_one_device_are_refused(name: str) -> None:
     assert_is_refused(*WRONG[name])

@@ -144,7 +144,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", RIGHT)
 def test_networks_on_shards_are_those_of_one_device(name: str) -> None:
     assert_is_one_device(*RIGHT[name])
@@ -251,6 +251,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", WRONG)
 def test_networks_that_mix_shards_are_refused(name: str) -> None:
     assert_is_refused(*WRONG[name])

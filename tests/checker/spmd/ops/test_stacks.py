@@ -62,6 +62,7 @@ RIGHT: Final[list[tuple[Body, P]]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("body", "out"), RIGHT)
 def test_stacked_blocks_and_addends_equal_one_device(body: Body, out: P) -> None:
     assert_is_one_device(body, (X,), ROWS, out)
