@@ -7,7 +7,7 @@ compared at its first collective. So no rank sends what another does not expect,
 wrong numbers, or, where sizes differ, the end of the process by gloo.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
@@ -81,7 +81,7 @@ class Values(Protocol):
         ...
 
 
-_Told: TypeAlias = tuple[Callable[[], str], Sequence[Values]]
+_Told: TypeAlias = tuple[str, Sequence[Values]]
 """Text and values of a check, for errors."""
 
 
@@ -165,7 +165,7 @@ class Control:
     def check(
         self,
         digest: int,
-        text: Callable[[], str],
+        text: str,
         now: bool,
         values: Values | None = None,
         doing: str = "",
@@ -174,7 +174,7 @@ class Control:
 
         Args:
             digest: hash of the next call.
-            text: makes its text for errors.
+            text: its text for errors.
             now: waits for the result; else `resolve` does, where there is one round of messages.
             values: those that must be equal on ranks; late ones wait for the next check.
             doing: its short description; by default that of the newest call.
@@ -191,10 +191,11 @@ class Control:
             (self._late if values.is_late else compared).append(values)
         for each in compared:
             digest += each.digest()
-        progress, history, told = self.progress, self._history.extend(digest), (text, compared)
+        progress, told = self.progress, (text, compared)
         number, function = progress.call
         progress.doing = doing or f"call {number} of {function}"
-        self._begin(history, history, told)
+        hashes = self._history.extend(digest)
+        self._begin(hashes, hashes, told)
         # A rank that forwards what it hears must not do anything before that waits for others.
         if now or len(self._exchange.sources) > 1:
             self.resolve()
@@ -217,11 +218,8 @@ class Control:
 
     def _begin(self, low: Sequence[int], high: Sequence[int], told: _Told) -> None:
         """Begins to compare numbers, the last of which is the hash of the collectives."""
-        try:
-            number = self._history.num_checks
-            self._pending = Comparison(self._exchange, number, low, high, self.timeout), told
-        except RuntimeError as error:
-            self.fail(self.progress.doing, error)
+        number = self._history.num_checks
+        self._pending = Comparison(self._exchange, number, low, high, self.timeout), told
 
     def resolve(self) -> None:
         """Waits for the pending comparison, if there is one.
@@ -297,7 +295,7 @@ class Control:
         what = f"{operation} of {show_shape(*operand)}{place}"
         doing = f"{what}, in {backward}call {call} of {function}"
         key = self._history.key(operation, *operand, made_in)
-        self.check(key, lambda: doing, now=True, doing=doing)
+        self.check(key, doing, now=True, doing=doing)
 
     # Errors.
 
@@ -357,9 +355,9 @@ class Control:
         # Not that of the check: checks are counted anew after an error, and an old report may be
         # on the board still.
         self._num_reports += 1
-        describe, compared = told
+        text, compared = told
         values = [row for each in compared for row in each.rows()]
-        text = "\n".join([describe(), *(line for each in compared for line in each.kinds())])
+        text = "\n".join([text, *(line for each in compared for line in each.kinds())])
         place = "" if site is None else site.place
         progress.report = own = Report(self._num_reports, place, text, values)
         self._board.touch()

@@ -160,10 +160,8 @@ class Comparison:
     ) -> None:
         """Begins comparison `number` of values, twice the same, with as many of the other ranks.
 
-        A rank that has no part in the comparison of a value gives `NONE` for it.
-
-        Raises:
-            RuntimeError: a connection is closed.
+        A rank that has no part in the comparison of a value gives `NONE` for it. `wait` raises the
+        error of a connection that is closed.
         """
         self._exchange, self._timeout = exchange, timeout
         self._form = form = _message(len(low))
@@ -171,7 +169,10 @@ class Comparison:
         self._turn, self._end, self._got = 0, 0.0, b""
         self._is_completed = self.differs = False
         self._error: RuntimeError | None = None
-        self._send()
+        try:
+            self._send()
+        except RuntimeError as error:
+            self._error, self._is_completed = error, True
 
     def _send(self) -> None:
         """Sends what this rank knows in this round."""

@@ -107,7 +107,7 @@ def agree_on_layout(
         text = f"make_mesh({sizes}, {names}, timeout={limit})"
         control.begin_call("make_mesh")
         try:
-            control.check(zlib.crc32(text.encode()), lambda: text, now=True, doing=text)
+            control.check(zlib.crc32(text.encode()), text, now=True, doing=text)
         finally:
             control.end_call()
     if problem is not None:

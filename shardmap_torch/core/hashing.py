@@ -7,8 +7,10 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.torch_private.engine import functorch
 
 _CHUNK: Final = 1 << 20  # so that a few of them fit in memory, at a kernel for each operation
 _FIRST: Final = -7046029254386353131  # odd, the golden ratio of 2**64
@@ -16,14 +18,7 @@ _SECOND: Final = -4658895280553007687  # odd, of splitmix64, Steele, Lea and Flo
 
 
 def hash_of(x: Tensor) -> Tensor:
-    """Hashes values, in row-major order, to an int64 scalar on their device.
-
-    Example:
-        >>> import torch
-        >>> x = torch.arange(4.0)
-        >>> (hash_of(x) == hash_of(x.clone()), hash_of(x) == hash_of(x.flip(0)))
-        (tensor(True), tensor(False))
-    """
+    """Hashes values, in row-major order, to an int64 scalar on their device."""
     values = _words(x).contiguous().view(-1).view(torch.uint8)
     values = torch.nn.functional.pad(values, (0, -values.numel() % 8)).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -47,6 +42,7 @@ def _words(x: Tensor) -> Tensor:
 
 
 _SAMPLE: Final = 32
+_OWN: Final = Tensor, Parameter
 _FORMATS: Final[Mapping[int, Literal["b", "h", "i", "q"]]] = {1: "b", 2: "h", 4: "i", 8: "q"}
 
 
@@ -71,22 +67,33 @@ def _memory(x: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr())).cast("B")
 
 
+def in_memory(tensors: Sequence[Tensor], turn: int) -> list[bytes] | None:
+    """Returns the bits of samples for a third of what torch's views take; None where these must do.
+
+    One function: each that it would call is cold between the operations of a program.
+    """
+    found = []
+    for x in tensors:
+        is_own = type(x) in _OWN and x.is_cpu and x.layout is torch.strided and not x.is_nested
+        if not is_own or functorch.is_functorch_wrapped_tensor(x) or not x.is_contiguous():
+            return None
+        if x.is_complex() or x.is_neg():
+            return None
+        if (size := x.numel()) > _SAMPLE:
+            start, step = _spaced(size, turn)
+            found.append(_memory(x).cast(_FORMATS[x.element_size()])[start::step].tobytes())
+        else:
+            found.append(ctypes.string_at(x.data_ptr(), x.nbytes))
+    return found
+
+
 def _bits(x: Tensor, turn: int | None) -> bytes | Tensor:
     """Returns bits of a tensor; where it is on a device, a tensor that will have them."""
-    is_plain = x.is_contiguous() and not (x.is_complex() or x.is_neg())
-    if x.is_cpu and turn and is_plain:  # for a third of what torch's views take
-        size = x.numel()
-        if size <= _SAMPLE:
-            return ctypes.string_at(x.data_ptr(), x.nbytes)
-        start, step = _spaced(size, turn)
-        return _memory(x).cast(_FORMATS[x.element_size()])[start::step].tobytes()
     with torch.no_grad():
         if turn is not None:
             found = _sample(x, turn)
-        elif x.is_cpu:  # in one pass, where torch takes one for each operation
-            found = x if is_plain else _words(x).contiguous()
-        else:
-            found = hash_of(x).reshape(1)
+        else:  # on the CPU in one pass, where torch takes one for each operation
+            found = _words(x).contiguous() if x.is_cpu else hash_of(x).reshape(1)
     found = base_of(found)  # a transform of torch.func that runs has wrapped it
     if turn is None and x.is_cpu:
         return zlib.crc32(_memory(found)).to_bytes(4, "little")
@@ -108,15 +115,15 @@ class Bits:
         is_late: whether reading them waits for a device.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], turn: int | None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], turn: int | None, parts: Any = None) -> None:
         """Begins to compute them, on the device of the tensors: of all numbers without a turn.
 
-        Samples of another turn, from 1 on, are of other numbers; on the CPU they take 1 to 2 us a
-        tensor.
+        Samples of another turn, from 1 on, are of other numbers; `parts` are those `in_memory`.
         """
-        self._parts: list[bytes] = []
+        parts = in_memory(tensors, turn) if turn and parts is None else parts
+        self._parts: list[bytes] = parts or []
         self._events: list[tuple[int, Tensor, torch.Event]] = []
-        for at, x in enumerate(tensors):
+        for at, x in enumerate(tensors if parts is None else ()):
             if not isinstance(part := _bits(x, turn), bytes):
                 self._events.append((at, *_begun(part)))
                 part = b""
@@ -133,7 +140,7 @@ class Bits:
 
     def digest(self) -> int:
         """Hashes them all."""
-        return zlib.crc32(b"".join(self._each()))
+        return zlib.crc32(b"".join(self._each() if self._events else self._parts))
 
     def digests(self) -> list[int]:
         """Hashes those of each tensor."""
@@ -152,14 +159,7 @@ _SAMPLED: Final = 4096
 
 
 def sampled_hash(x: Tensor) -> str:
-    """Hashes up to 8,191 evenly spaced values: all of them would take a second for some GiB.
-
-    Example:
-        >>> import torch
-        >>> x = torch.arange(4.0)
-        >>> sampled_hash(x) == sampled_hash(x.clone()), sampled_hash(x) == sampled_hash(x.flip(0))
-        (True, False)
-    """
+    """Hashes up to 8,191 evenly spaced values: all of them would take a second for some GiB."""
     if x.is_meta:
         return "without data"
     flat = x.detach().reshape(-1)

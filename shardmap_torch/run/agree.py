@@ -116,11 +116,8 @@ def agree(
 ) -> None:
     """Requires that every process has the same description of a call, at the same step.
 
-    Args:
-        own: this process's description.
-        departure: difference of the newest run from its program; None before it starts.
-        now: waits for the others; otherwise the first collective, or the end of the call, does.
-        values: those that must be equal on processes.
+    A `departure` is the difference of the newest run from its program. Unless `now`, the first
+    collective waits for the others, or the end of the call. `values` must be equal on processes.
 
     Raises:
         CollectiveMismatchError: another process has another description, or waits in a collective;
@@ -137,7 +134,7 @@ def agree(
         digest = zlib.crc32(f"{digest} {departure.depth}".encode())
         number = control.progress.call[0]
         text, doing = f"{difference}\n{text}", f"call {number} of {own.name}, where it {difference}"
-    control.check(digest, lambda: text, now, values, doing)
+    control.check(digest, text, now, values, doing)
 
 
 def compared(
@@ -149,12 +146,8 @@ def compared(
 ) -> Y:
     """Runs what all ranks of a mesh call alike; processes compare what they call it with before.
 
-    Args:
-        name: of the function.
-        mesh: the mesh; None is that of all processes.
-        read: reads and checks the arguments.
-        describe: yields lines that are equal where the arguments may be taken for equal.
-        run: runs it.
+    `describe` yields lines that are equal where arguments that `read` has checked may be taken for
+    equal. No mesh is that of all processes.
 
     Raises:
         CollectiveMismatchError: another process calls something else, or with other arguments.

@@ -30,6 +30,7 @@ from shardmap_torch.checker.sizes import History, values_of
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict, attempt
 from shardmap_torch.checker.verify.verdict import verify as verify_steps
+from shardmap_torch.control.control import Control
 from shardmap_torch.control.start import current
 from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
@@ -160,7 +161,8 @@ class Checked:
         control, is_compared = current(), known is not None and known.description is not None
         if control is None or call.mesh.kind not in PROCESS_KINDS or control.in_call or is_compared:
             return self._find(key, call).verdict
-        return posting_errors(self._name, lambda: self._agreed(key, call), call.mesh).verdict
+        agreed = partial(self._agreed, key, call, control, None, True)
+        return posting_errors(self._name, agreed, call.mesh).verdict
 
     def run(self, call: Call, run: Run, compiled: Callable[[], Tree] | None = None) -> Tree:
         """Runs a call as it was checked, and processes have compared it; `compiled` in its place.
@@ -185,13 +187,12 @@ class Checked:
     def _run_checked(
         self, key: Signature, call: Call, run: Run, compiled: Callable[[], Tree] | None
     ) -> Tree:
-        compares = call.mesh.kind in PROCESS_KINDS and current() is not None
+        control = current() if call.mesh.kind in PROCESS_KINDS else None
         departed: Difference | None = None
         versions = versions_of(call) if call.donated else []
         for _ in range(_RUNS):
             # Compiled code does not ask whether a comparison is over.
-            now = compiled is not None
-            known = self._agreed(key, call, departed, now) if compares else self._find(key, call)
+            known = self._agreed(key, call, control, departed, compiled is not None)
             try:
                 if compiled is not None:
                     with suppress(UncompiledError):
@@ -323,7 +324,7 @@ class Checked:
         return replace(verdict, altered=altered, closed_over=places, elsewhere=elsewhere)
 
     def _agreed(
-        self, key: Signature, call: Call, departure: Difference | None = None, now: bool = True
+        self, key: Signature, call: Call, control: Control | None, departure: Any, now: bool
     ) -> "_Known":
         """Returns the verdict, after or while all processes compare their descriptions of it."""
         try:
@@ -331,15 +332,16 @@ class Checked:
         except Exception as error:
             agree(refused(self._name, error), departure)
             raise
+        if control is None:
+            return known
         now = now or known.description is None or departure is not None
         if known.description is None:
             with postponing_full_collections():
                 known.description = describe(call, known.verdict)
-        control, values = current(), None
-        if control is not None and departure is None:
-            tensors = self._captured.tensors(call) if known.verdict.closed_over else []
-            read = [tensors[at] for at in known.verdict.closed_over]
-            values = self._equal.of(call, control, read)
+        values, places = None, known.verdict.closed_over
+        if departure is None:
+            tensors = self._captured.tensors(call) if places else ()
+            values = self._equal.of(call, control, [tensors[at] for at in places])
         agree(known.description, departure, now, values)
         return known
 

@@ -7,7 +7,7 @@ the result would be silently wrong. So hashes of their bits travel with the comp
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final
@@ -22,7 +22,7 @@ from shardmap_torch.control.control import Control
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.dtensors import dtensor_class
 from shardmap_torch.core.functorch import base_of, tangents
-from shardmap_torch.core.hashing import Bits, has_bits
+from shardmap_torch.core.hashing import Bits, has_bits, in_memory
 from shardmap_torch.core.source_location import Site, call_site, site_calling
 from shardmap_torch.core.torch_private import engine
 from shardmap_torch.errors import show_shape
@@ -33,6 +33,10 @@ from shardmap_torch.spec import P
 WHOLE: Final = 100
 """Every so many calls of a function all bits are compared, and those of DTensors too."""
 
+# What `os.environ` keeps: its `get` makes three calls to decode what is there.
+_ENVIRONMENT: Final[Mapping[Any, Any]] = vars(os.environ)["_data"]
+_KEY: Final = os.environ.encodekey(VARIABLE)
+
 
 class EqualValues:
     """Finds the values of one function's calls that must be equal on ranks."""
@@ -41,8 +45,7 @@ class EqualValues:
         """Has all bits compared in each call if `always`."""
         self._always, self._calls = always, 0
         self._known: set[Any] = set()
-        self._newest: object = None
-        self._era: object = None
+        self._newest = self._era = object()
         self._plain: list[int] = []
 
     def of(
@@ -51,10 +54,9 @@ class EqualValues:
         """Returns those of a call, whose body reads `closures`; None where nothing is compared.
 
         All bits are compared in the first call of some shapes, and then every so often; a sample of
-        the plain tensors is in every call. All processes do the same, whatever a process has to
-        check again.
+        plain tensors in each: by all processes alike, whatever one of them has to check again.
         """
-        setting = os.environ.get(VARIABLE)
+        setting = os.environ[VARIABLE] if _KEY in _ENVIRONMENT else None
         # All compare, and slices have data of their own.
         if setting in NOTHING or call.mesh.processes:
             return None
@@ -64,10 +66,10 @@ class EqualValues:
         is_new = call.match is not self._newest or plain != self._plain
         if is_new or control.era is not self._era:
             is_new = self._is_new(call, plain, control)
-        whole = is_new or self._always or setting is not None or self._calls % WHOLE == 0
-        if whole:
+        if is_new or self._always or setting is not None or self._calls % WHOLE == 0:
             return ValuesOfCall(call, call.crossing, closures, None)
-        return ValuesOfCall(call, plain, closures, self._calls)
+        has_none = not (plain or closures or _is_altered())
+        return None if has_none else ValuesOfCall(call, plain, closures, self._calls)
 
     def _is_new(self, call: Call, plain: list[int], control: Control) -> bool:
         """Returns whether no call had such arguments; by shapes, as a match may be made anew."""
@@ -101,18 +103,16 @@ class ValuesOfCall:
         self, call: Call, positions: Sequence[int], closures: Sequence[Tensor], turn: int | None
     ) -> None:
         """Begins to read the bits at some positions: all without a turn, or else a sample."""
-        self._call, self._turn = call, turn
-        self._is_altered = engine.top_saved_tensors_hooks(True) is not None
-        if engine.num_dispatch_modes():  # torch's own count, or log
-            modes = engine.dispatch_mode_stack()
-            self._is_altered |= any(type(x).__module__[:6] != "torch." for x in modes)
+        self._call, self._turn, self._is_altered = call, turn, _is_altered()
         self._copies: list[_Copy] = []
-        self._values: list[tuple[int, Tensor]] = []
-        if positions:
-            self._add(positions)
-        self._values += [(_CLOSED_OVER, x) for x in closures if has_bits(x)]
-        if self._values:
-            self._bits = Bits([x for _, x in self._values], turn)
+        found = [*[(at, call.leaves[at]) for at in positions], *[(_CLOSED, x) for x in closures]]
+        quick = turn if engine.forward_level() < 0 else None
+        parts = in_memory([x for _, x in found], quick) if quick else None
+        if parts is None:
+            found = [each for at, x in found for each in self._readable(at, x)]
+        self._values = found
+        if found:
+            self._bits = Bits([x for _, x in found], turn, parts)
         if self._copies:
             self._copied = Bits([each.local for each in self._copies], turn).digests()
             self.shards = _by_shard(self._copies, self._copied)
@@ -120,22 +120,20 @@ class ValuesOfCall:
             self.is_late, self._site = True, call_site()
             self._free()
 
-    def _add(self, positions: Sequence[int]) -> None:
-        """Adds the values at some positions, and tangents of forward mode, which are as global."""
-        dtensor, is_forward = dtensor_class(), engine.forward_level() >= 0
-        for position in positions:
-            x: Any = base_of(self._call.leaves[position])
-            if isinstance(x, dtensor):
-                copy = None if self._turn else _copy_of(position, x)
-                self._copies += [] if copy is None else [copy]
-            elif has_bits(x):
-                self._values.append((position, x))
-                for _, tangent in tangents(self._call.leaves[position]) if is_forward else ():
-                    self._values.append((_TANGENT + position, base_of(tangent)))
+    def _readable(self, place: int, x: Any) -> Iterator[tuple[int, Tensor]]:
+        """Yields what a value has of bits, and tangents of forward mode, which are as global."""
+        base: Any = base_of(x)
+        if isinstance(base, dtensor_class()) and place != _CLOSED:
+            copy = None if self._turn else _copy_of(place, base)
+            self._copies += [] if copy is None else [copy]
+        elif has_bits(base):
+            yield place, base
+            for _, tangent in tangents(x) if engine.forward_level() >= 0 and place >= 0 else ():
+                yield _TANGENT + place, base_of(tangent)
 
     def _free(self) -> None:
         """Lets arguments be freed before the next call, which may have new ones in their place."""
-        self._values = [(at, x if at == _CLOSED_OVER else x.to("meta")) for at, x in self._values]
+        self._values = [(at, x if at == _CLOSED else x.to("meta")) for at, x in self._values]
         self._call = replace(self._call, leaves=())
 
     def digest(self) -> int:
@@ -167,7 +165,7 @@ class ValuesOfCall:
 
     def _described(self, position: int, x: Tensor) -> tuple[str, str, str]:
         call, shape = self._call, show_shape(x.dtype, x.shape)
-        if position == _CLOSED_OVER:
+        if position == _CLOSED:
             path = name_in(call.function, x) or "a tensor"
             return path, f"{shape}, closed over", _repair(path, P(), call.mesh)
         leaf = position % _TANGENT
@@ -179,7 +177,14 @@ class ValuesOfCall:
         return path, what, _repair(path, spec, call.mesh)
 
 
-_CLOSED_OVER: Final = -1
+def _is_altered() -> bool:
+    """Returns whether saved_tensors_hooks or modes of the user's may change what is computed."""
+    has_hooks = engine.top_saved_tensors_hooks(True) is not None
+    modes = engine.dispatch_mode_stack() if engine.num_dispatch_modes() else ()
+    return has_hooks or any([type(x).__module__[:6] != "torch." for x in modes])  # or count, or log
+
+
+_CLOSED: Final = -1
 _TANGENT: Final = 1 << 32
 """The place of the tangent of a leaf is this much higher."""
 
