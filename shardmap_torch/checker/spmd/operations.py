@@ -31,7 +31,13 @@ from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.ops.reductions import carried
 from shardmap_torch.checker.spmd.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Key, Ref
-from shardmap_torch.checker.spmd.sharded import PairedCall, Sharded, Step, is_view
+from shardmap_torch.checker.spmd.sharded import (
+    PairedCall,
+    Sharded,
+    Step,
+    counted_from_front,
+    is_view,
+)
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
     NO_AXES,
@@ -125,13 +131,14 @@ class Operations:
     def _step(self, call: PairedCall, function: Any, scaling: str) -> Step:
         """Returns the operation on layouts; the argument `scaling` may differ in both programs."""
         op, arguments, there = call.op, call.arguments, call.event.arguments
-        shards = {
+        shards: Mapping[str, Any] = {
             name: self._notes.layouts(value, there.get(name), name)
             for name, value in arguments.items()
         }
         differing = {n: value for n, value in call.differing.items() if n != scaling}
         if any(len(local) != len(global_shape) for local, global_shape in call.shapes):
             raise UnrelatedError("on one device the result has another number of dims")
+        shards = counted_from_front(op, shards, call.shapes)
         zeros = frozenset(n for n, x in named_tensors(arguments) if self._notes.sums(x).zero)
         sizes = self._notes.sizes
         return Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros)

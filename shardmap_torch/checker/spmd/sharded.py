@@ -170,6 +170,35 @@ def shards_of(value: Any) -> list[ShardedTensor]:
     return []
 
 
+_DIMS: Final = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "axis")
+"""Names of arguments that are dims, or lists of dims."""
+
+_aten = torch.ops.aten
+_OF_RESULT: Final = (_aten.unsqueeze, _aten.unsqueeze_, _aten.stack, _aten.diag_embed)
+
+
+def counted_from_front(
+    op: OpOverload, arguments: Mapping[str, Any], results: Sequence[tuple[Shape, Shape]]
+) -> Mapping[str, Any]:
+    """Returns the arguments with -1 replaced by the last dim, and so on.
+
+    Some rules of DTensor take a negative dim for another than each of the sharded ones.
+    """
+    named = [name for name in _DIMS if name in arguments]
+    if not named:
+        return arguments
+    is_of_result = op.overloadpacket in _OF_RESULT or "input_sizes" in arguments
+    shapes = [x.local for x in shards_of([*arguments.values()])]
+    ndim = len(results[0][0]) if is_of_result else max(map(len, shapes), default=0)
+
+    def counted(dim: Any) -> Any:
+        if isinstance(dim, list | tuple):
+            return type(dim)(map(counted, dim))
+        return dim + ndim if type(dim) is int and dim < 0 <= dim + ndim else dim
+
+    return {**arguments, **{name: counted(arguments[name]) for name in named}}
+
+
 def is_view(op: OpOverload) -> bool:
     """Returns whether the result shares its memory with an operand, and so its types."""
     shares = any(made.alias_info is not None for made in op._schema.returns)

@@ -9,6 +9,7 @@ import torch
 from torch._ops import OpOverload
 from torch.testing._internal.common_methods_invocations import op_db
 
+from shardmap_torch.checker.spmd import operations
 from shardmap_torch.checker.spmd.layout import UnrelatedError
 from shardmap_torch.checker.spmd.ops import aten_rules
 from shardmap_torch.checker.spmd.sharded import Rule, Sharded, Step
@@ -55,3 +56,11 @@ def test_fuzzing_sees_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -
     op, rule = WRONG[name]
     monkeypatch.setattr(aten_rules, "RULES", {**aten_rules.RULES, op: rule})
     assert fuzz(BY_NAME[name], samples=6, draws=40, until_wrong=True).wrong
+
+
+def test_fuzzing_sees_that_a_rule_of_dtensor_takes_minus_one_for_no_dim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert fuzz(BY_NAME["cumsum"], samples=2, draws=4).wrong == []
+    monkeypatch.setattr(operations, "counted_from_front", lambda op, arguments, results: arguments)
+    assert fuzz(BY_NAME["cumsum"], samples=2, draws=4, until_wrong=True).wrong

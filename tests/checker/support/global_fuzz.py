@@ -14,7 +14,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -201,7 +201,27 @@ def _trials(info: Any, samples: int, draws: int) -> Iterator[tuple[Case, dict[in
     for dtype in dtypes_of(info, False):
         for op in (None, variant) if variant else (None,):
             for case in cases(info, dtype, samples, op):
-                yield from ((case, specs) for specs in layouts(case, rng, draws))
+                for each in (case, *counted_from_back(case)):
+                    yield from ((each, specs) for specs in layouts(each, rng, draws))
+
+
+def counted_from_back(case: Case) -> Iterator[Case]:
+    """Yields the case with each argument that turns out to be a dim counted from the last one."""
+    numbers = {x.ndim + more for x in case.leaves if isinstance(x, Tensor) for more in (0, 1)}
+    for place, dim in enumerate(case.leaves):
+        for ndim in numbers if type(dim) is int else ():
+            leaves = [*case.leaves[:place], dim - ndim, *case.leaves[place + 1 :]]
+            other = replace(case, leaves=leaves)
+            if 0 <= dim < ndim and _gives(other, case.call({})):
+                yield other
+
+
+def _gives(case: Case, wanted: Sequence[Tensor]) -> bool:
+    try:
+        found = case.call({})
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
 def _note(score: Score, case: Case, specs: dict[int, P], grad: bool) -> bool:
