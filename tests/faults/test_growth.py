@@ -10,7 +10,7 @@ from shardmap_torch import make_mesh
 from tests.faults.support import growth
 from tests.faults.support.growth import Sample
 from tests.faults.support.world import World
-from tests.support.fuzzing import sampled
+from tests.support.fuzzing import sampled, sized
 
 
 def require_flat(samples: list[Sample], objects: float, mebibytes: float) -> None:
@@ -60,9 +60,9 @@ def test_refused_checks_leave_no_objects(strictness: Any) -> None:
 def some(rank: int) -> dict[str, list[Sample]]:
     mesh = make_mesh((2,), ("tp",), kind="process_group")
     return {
-        "calls": growth.calls(mesh, 800, samples=2),  # the recorder holds 256
-        "meshes": growth.meshes("process_group", (1, 2), 24, samples=3),
-        "unclosed": growth.meshes("process_group", (1, 2), 30, samples=5, closes=False),
+        "calls": growth.calls(mesh, sized(600, 800), samples=2),  # the recorder holds 256
+        "meshes": growth.meshes("process_group", (1, 2), *sized((16, 2), (24, 3))),
+        "unclosed": growth.meshes("process_group", (1, 2), *sized((18, 3), (30, 5)), closes=False),
     }
 
 

@@ -46,7 +46,7 @@ def plain(shape: tuple[int, ...]) -> Tensor:
     return random(shape, 0).requires_grad_()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_are_those_of_one_device(shape: tuple[int, ...]) -> None:
     mesh = make_mesh((3, 2), ("dp", "tp"), kind="simulated")

@@ -56,13 +56,13 @@ def trains_alike(name: str, mesh: Mesh, **changes: Any) -> None:
 EXPERTS = {"experts_implementation": "batched_mm"}  # that by default computes in 32 bits at most
 
 
-@pytest.mark.sample(3, "bert")
+@pytest.mark.sample(2, "bert")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_on_simulated_ranks_are_those_of_one_device(name: str) -> None:
     trains_alike(name, SIMULATED, **EXPERTS if name == "mixtral" else {})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_those_of_one_device_too(name: str) -> None:
     one = make_model(name).double()
@@ -79,7 +79,7 @@ def on_processes(name: str) -> None:
 
 
 # One model that is plain, one with packed weights, one with experts, one with two stacks.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", sampled(CONFIGS, "llama", "gpt2", "mixtral", "t5"))
 def test_steps_on_processes_are_those_of_one_device(name: str, gloo: Gloo) -> None:
     gloo(2).run(on_processes, name, timeout=120)
@@ -119,7 +119,7 @@ def generates_alike(name: str, mesh: Mesh, cache: str | None = None) -> None:
     assert generate(ours, name, cache).tolist() == generate(one, name, cache).tolist()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_on_simulated_ranks_gives_the_tokens_of_one_device(name: str) -> None:
     generates_alike(name, SIMULATED)

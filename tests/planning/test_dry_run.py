@@ -66,7 +66,7 @@ def measured(choice: str) -> tuple[int, int, int, int]:
     return max(run.live()), run.live()[0], flops, sum(sent.values())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("choice", sampled(CHOICES, "fsdp+tp", "zero", "dp+cp", "pp+tp", "fsdp+ep"))
 def test_memory_flops_and_bytes_are_those_of_a_run_on_processes(choice: str, gloo: Gloo) -> None:
     peak, arguments, flops, sent = gloo(4).run(measured, choice)[0]
@@ -79,7 +79,7 @@ def test_memory_flops_and_bytes_are_those_of_a_run_on_processes(choice: str, glo
     assert max(found.live()) == pytest.approx(peak, rel=0.04)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_operations_that_are_not_run_again_are_what_they_would_be(
     choice: str, monkeypatch: pytest.MonkeyPatch

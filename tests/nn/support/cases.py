@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import I, Mesh, P, R, convert, device_put, full, make_mesh, shard_map, trace
+from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
 EXACT = 1e-10  # float64: the same numbers added in another order
@@ -98,8 +99,8 @@ def assert_equal_on_processes(cases: Mapping[str, Case], module: str, gloo: Gloo
 
 def _in_worker(module: str, size: int, names: Sequence[str]) -> dict[str, list[Tensor]]:
     cases: Mapping[str, Case] = importlib.import_module(module).CASES
-    mesh = make_mesh((1, size), AXES)
-    return {name: on_mesh(cases[name], mesh) for name in names}
+    mesh, check = make_mesh((1, size), AXES), sized(True, "global")
+    return {name: on_mesh(cases[name], mesh, check) for name in names}
 
 
 def assert_close(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:

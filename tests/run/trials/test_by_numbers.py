@@ -273,6 +273,7 @@ VALID: Final[tuple[Change, ...]] = (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("total", [True, False])
 @pytest.mark.parametrize("is_valid", sampled(VALID, *VALID[:2]))
 def test_integers_are_drawn_beyond_the_limits_of_conditions(is_valid: Change, total: bool) -> None:
@@ -302,6 +303,7 @@ LIMITED: Final[tuple[Change, ...]] = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", sampled(LIMITED, *LIMITED[:2]))
 def test_integers_have_to_be_on_both_sides_of_a_limit(change: Change) -> None:
     def body(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:

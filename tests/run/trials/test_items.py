@@ -69,7 +69,7 @@ RIGHT: Final = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("body", RIGHT)
 def test_a_loop_over_a_ranks_items_is_one_over_all_items(body: Body, size: int) -> None:

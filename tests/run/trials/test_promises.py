@@ -152,6 +152,7 @@ def test_local_strictness_believes_what_a_region_promises() -> None:
     check_program(mapped, random(6))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("out", [P("dp"), P(None, "dp")])
 def test_a_lookup_serves_programs_in_which_another_axis_shards_ids(out: P) -> None:
     mapped = shard_map(
