@@ -36,7 +36,7 @@ ON_ONE_DEVICE: Final = """blocked_matmul scattered_matmul gathered_matmul batch_
     a_gathered_invariant_that_meets_what_varies normalized_layers_in_a_scan
     a_loop_while_a_counter_is_small rows_by_map
     collective_matmul ring_reduce_scatter halo_exchange running_sums_over_shards
-    a_recurrence_over_shards""".split()
+    a_recurrence_over_shards tensor_parallel_layers power_iteration""".split()
 """Programs that mean the same on one device; global strictness refuses the others."""
 
 NOT_IN_THREADS: Final = ["mapped_under_vmap", "tangents_through_a_map", "gradient_of_a_gradient"]

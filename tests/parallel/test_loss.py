@@ -83,6 +83,7 @@ def on_processes(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_are_those_of_torch_on_processes(
     shape: tuple[int, ...], gloo: Gloo
