@@ -31,6 +31,7 @@ def test_a_run_resumes_on_another_mesh_and_logs(tmp_path: Path) -> None:
     assert whole != pytest.approx(train(tmp_path / "other", "--mesh 1x1 --dropout 0"), rel=ROUNDING)
 
 
+@pytest.mark.fuzz  # tests/examples/test_gpt.py trains on processes
 def test_processes_train_as_simulated_ranks_do(tmp_path: Path, gloo: Gloo) -> None:
     simulated = train(tmp_path / "simulated", "--mesh 1x2")
     losses = gloo(2).run(train, tmp_path / "processes", "--mesh 1x2")

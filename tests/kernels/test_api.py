@@ -82,7 +82,7 @@ def compare_with_unfused(name: str, seed: int) -> list[tuple[str, float]]:
     return worst
 
 
-@pytest.mark.parametrize("size", sampled((2, 3, 4), 2, 3))
+@every_size
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_derivatives_equal_the_unfused_composition(
     gloo: Gloo, name: str, size: int
@@ -124,6 +124,7 @@ def compare_under_func_grad(name: str) -> list[tuple[str, float]]:
     return worst
 
 
+@pytest.mark.sample(1)
 @every_size
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_func_grad_overlaps_and_equals_the_unfused_composition(

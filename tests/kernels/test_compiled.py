@@ -108,6 +108,7 @@ def matmuls_that_inductor_can_fuse(dim: int) -> tuple[int, int]:
     return found[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_inductor_recognises_the_composition_beside_its_matmuls(gloo: Gloo, dim: int) -> None:
     """Two matmuls of one gather, and one before the scatter."""

@@ -220,7 +220,7 @@ def test_without_any_single_record_wait_or_keep_some_kernel_is_refused(transport
     assert {place for place in places if not is_missed(place, transport)} == set()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @every_transport
 @every_kernel
 def test_a_kernel_that_ends_in_an_error_frees_nothing_still_in_use(

@@ -85,6 +85,7 @@ def _on_mesh(program: Program, mesh: Mesh, placed: bool, smooth: Sequence[int]) 
     return second_order(ys, [x for x in xs if x.requires_grad], place, smooth)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(sized(4, 40)))
 def test_second_derivatives_of_an_accepted_program_are_right_on_processes(
     seed: int, gloo: Gloo
