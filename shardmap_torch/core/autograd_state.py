@@ -20,8 +20,6 @@ from shardmap_torch.core.torch_private.engine import (
 )
 
 NONE: Final = -1
-
-
 RECORDING: Final = 2
 
 

@@ -11,12 +11,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Final
 
-from shardmap_torch.core.source_location import site_of
+from shardmap_torch.core.source_location import is_own, site_of
 
 VARIABLE: Final = "SHARDMAP_PROGRESS"
 LOGGER: Final = logging.getLogger("shardmap_torch")
@@ -75,13 +74,6 @@ def _place(frame: FrameType | None) -> str:
     """Formats where the work is: its stage, and the line of the user's."""
     site, stage = site_of(frame), ""
     while frame is not None and not stage:
-        stage = _STAGES.get(frame.f_code.co_name, "") if _is_own(frame) else ""
+        stage = _STAGES.get(frame.f_code.co_name, "") if is_own(frame) else ""
         frame = frame.f_back
     return "".join([f", {stage}" * bool(stage), f", at {site}" * (site is not None)])
-
-
-_PACKAGE: Final = str(Path(__file__).resolve().parents[1])
-
-
-def _is_own(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE)

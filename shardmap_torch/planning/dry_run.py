@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from weakref import ref
 
 import torch
@@ -40,7 +40,7 @@ from shardmap_torch.core.torch_private.engine import (
     DataDependentOutputException,
     FakeTensorMode,
     OpOverload,
-    TorchDispatchMode,
+    UncompiledMode,
     UnsupportedOperatorException,
     current_autograd_node,
     sequence_number,
@@ -56,6 +56,7 @@ from shardmap_torch.spec import P
 
 ARGUMENT: Final = "arguments"
 """Owner of the storages that the caller holds during the call."""
+_Where: TypeAlias = tuple[Site | None, bool]
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,7 @@ class _Dry(RankBackend):
         return result.pop()
 
 
-class Tape(TorchDispatchMode):
+class Tape(UncompiledMode):
     """Dispatch mode that records the operations of a run, and the storages that they make."""
 
     def __init__(
@@ -366,10 +367,6 @@ class Tape(TorchDispatchMode):
         self._sites: dict[int, Site | None] = {}
         self._calls = self._frames = self._noted = 0
         self._inside = False
-
-    def __enter__(self) -> "Tape":
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
-        return self
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -405,11 +402,13 @@ class Tape(TorchDispatchMode):
             given = [x for x in flatten((args, kwargs))[0] if isinstance(x, Tensor)]
             fills = [covers_storage(x, x.untyped_storage()) for x in given if cost.writes]
             self.note((func, cost.choices, *fills), [*tensors_of(out)], given)
-        self._sites.setdefault(sequence_number() - 1, call_site())
-        made = self._blocks([*tensors_of(out)], cost.name)
+        where, node = self._where(), sequence_number() - 1
+        if node not in self._sites:
+            self._sites[node] = call_site() if where[1] else where[0]
+        made = self._blocks([*tensors_of(out)], cost.name, where)
         if (made and not cost.is_free) or cost.writes:
             self.step(
-                cost.name, flops=cost.flops, traffic=cost.traffic, dtype=cost.dtype,
+                cost.name, where, flops=cost.flops, traffic=cost.traffic, dtype=cost.dtype,
                 operation=cost.operation,
             )  # fmt: skip
         return out
@@ -436,7 +435,7 @@ class Tape(TorchDispatchMode):
         self._calls = self._frames = self.run.program = 0
         for at, x in enumerate(arguments if self._compares else ()):
             x._shardmap_number = (-1, at)  # type: ignore[attr-defined]
-        self._blocks(arguments, ARGUMENT)
+        self._blocks(arguments, ARGUMENT, (None, False))
         for block in self.run.blocks:
             block.owner, block.site, block.born = ARGUMENT, None, 0
 
@@ -478,20 +477,20 @@ class Tape(TorchDispatchMode):
         what |= {"axes": collective.axes, "dtype": x.dtype, "operation": operation}
         self.step(str(collective), **what)
 
-    def step(self, name: str, **what: Any) -> None:
+    def step(self, name: str, where: _Where | None = None, **what: Any) -> None:
         """Records a step, with the user's line."""
         what |= {"calls": self._calls, "frames": self._frames}
-        self.run.steps.append(Step(name, *self._where(), **what))
+        self.run.steps.append(Step(name, *(where or self._where()), **what))
         self._calls = self._frames = 0
 
-    def _where(self) -> tuple[Site | None, bool]:
+    def _where(self) -> _Where:
         """Returns the user's line, in a backward that of the forward, and whether it is in one."""
         node = current_autograd_node()
         return (
             (call_site(), False) if node is None else (self._sites.get(node._sequence_nr()), True)
         )
 
-    def _blocks(self, tensors: Sequence[Tensor], name: str) -> int:
+    def _blocks(self, tensors: Sequence[Tensor], name: str, where: _Where) -> int:
         """Records the storages that are new; returns their number."""
         before = len(self.run.blocks)
         for x in tensors:
@@ -499,7 +498,7 @@ class Tape(TorchDispatchMode):
             key = storage._cdata
             if key in self._known:
                 continue
-            block = Block(storage.nbytes(), name, *self._where(), len(self.run.steps) + 1)
+            block = Block(storage.nbytes(), name, *where, len(self.run.steps) + 1)
             self.run.blocks.append(block)
             self._known[key] = ref(storage, partial(self._freed, key, block)), block
         return len(self.run.blocks) - before

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shardmap_torch.checker.ir.fake_results import Outcome, address_of, fake_mode, metadata_of
+from shardmap_torch.checker.ir.fake_results import address_of, fake_mode, metadata_of, number_of
 from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
 from shardmap_torch.checker.ir.paths import Branches, Numbers
 from shardmap_torch.checker.ir.program import (
@@ -70,32 +70,6 @@ def used_after_check(does: str) -> ShardTypeError:
     )
 
 
-class Remembered:
-    """The types of calls of one interpretation that may come again.
-
-    Attributes:
-        outcomes: those of results, by what is known of the call, the types of its operands, and all
-            else on which they depend.
-    """
-
-    def __init__(self) -> None:
-        self._types: dict[int, tuple[Types, int, int]] = {}
-        self._by_value: dict[Types, int] = {}
-        self.outcomes: dict[tuple[Any, ...], Outcome] = {}
-
-    def number_of(self, types: Types) -> tuple[Types, int, int]:
-        """Returns the types, a number for them, and one for them with K in place of I and R."""
-        known = self._types.get(id(types))
-        if known is None:
-            free = tuple(K if each in (I, R) else each for each in types)
-            number, freed = (
-                self._by_value.setdefault(t, len(self._by_value)) for t in (types, free)
-            )
-            # Kept with what it is known by, so that no other tuple gets its address.
-            known = self._types[id(types)] = types, number, freed
-        return known
-
-
 class Setting:
     """Context in which attributes of an object have other values.
 
@@ -150,7 +124,7 @@ class TypeStore:
         self.traits = Traits()
         self.copies = Copies()
         self.types_by_storage: dict[int, StorageType] = {}
-        self.remembered = Remembered()
+        self._numbers: dict[int, tuple[Types, int, int]] = {}
         self.is_paused = False
         self.applies = False
         self.ending_levels: frozenset[int] = frozenset()
@@ -188,6 +162,15 @@ class TypeStore:
     def paused(self) -> Setting:
         """Ignores operations in this context: they are not the body's."""
         return Setting(self, is_paused=True)
+
+    def numbers_of(self, types: Types) -> tuple[Types, int, int]:
+        """Returns the types, a number for them, and one for them with K in place of I and R."""
+        known = self._numbers.get(id(types))
+        if known is None:
+            free = tuple(K if each in (I, R) else each for each in types)
+            # Kept with what it is known by, so that no other tuple gets its address.
+            known = self._numbers[id(types)] = types, number_of(types), number_of(free)
+        return known
 
     def bring(
         self, tensor: Tensor, types: Types, label: str, read_only: str | None = None

@@ -224,18 +224,13 @@ def _describe(use: Use, axis: int) -> str:
 
 def _chains(uses: Sequence[Use], axis: int) -> Iterator[str]:
     for use in uses:
-        chain = list(_chain_of(use.storage_type, axis))
+        chain = list(chain_of(use.storage_type, axis))
         if use.types[axis].varies and len(chain) > 1:
             what = "varies" if plain(use.types[axis]) == V else "is partial"
-            yield f"  {use.name} {what} because of {_joined(chain[1:])}"
+            yield f"  {use.name} {what} because of {joined(chain[1:])}"
 
 
-def chain_to(storage_type: StorageType, axis: int) -> str:
-    """Writes the last steps to a varying or partial value, back to the one that made it so."""
-    return _joined(list(_chain_of(storage_type, axis)))
-
-
-def _joined(chain: Sequence[StorageType]) -> str:
+def joined(chain: Sequence[StorageType]) -> str:
     """Writes steps, each line of code once."""
     made = [each.made for each in chain]
     after = [None if each is None else each.site for each in made[1:]]
@@ -247,7 +242,8 @@ def _joined(chain: Sequence[StorageType]) -> str:
     )
 
 
-def _chain_of(storage_type: StorageType, axis: int) -> Iterator[StorageType]:
+def chain_of(storage_type: StorageType, axis: int) -> Iterator[StorageType]:
+    """Yields the last steps to a varying or partial value, back to the one that made it so."""
     for _ in range(6):
         yield storage_type
         equation = storage_type.made

@@ -243,11 +243,12 @@ def _what_only_ranks_run(func: Any, args: Any, kwargs: Any) -> str | None:
         return name_of_hook(func)
     if func is scaled_dot_product_attention and _lacks_gradient_of_mask(*args, **kwargs):
         return "attention with a mask that needs a gradient"
-    if _is_autocast() and getattr(func, "__name__", "") in _CAST_WHOLE:
+    if getattr(func, "__name__", "") in _CAST_WHOLE and any(map(torch.is_autocast_enabled, _CAST)):
         return ""
     return "" if func in UNBATCHED else None
 
 
+_CAST: Final = ("cpu", "cuda")
 _CAST_WHOLE: Final = frozenset(
     "scaled_dot_product_attention conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
     "conv_transpose3d cross_entropy nll_loss l1_loss kl_div cosine_embedding_loss cdist softmax "
@@ -255,10 +256,6 @@ _CAST_WHOLE: Final = frozenset(
     "layer_norm group_norm quantile nanquantile".split()
 )
 """Functions whose operands autocast casts, and which torch.func.vmap takes apart before that."""
-
-
-def _is_autocast() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def _deep_copied(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:

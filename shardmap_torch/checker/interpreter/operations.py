@@ -25,6 +25,7 @@ from shardmap_torch.checker.interpreter.custom_functions import refuse_saving_ho
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.interpreter.result_types import combined, name_of, result_types
 from shardmap_torch.checker.ir.fake_results import (
+    OUTCOMES,
     CallLookup,
     Result,
     forget_written,
@@ -34,7 +35,7 @@ from shardmap_torch.checker.ir.fake_results import (
     run_fake,
 )
 from shardmap_torch.checker.ir.observer import UNOBSERVED, standing
-from shardmap_torch.checker.ir.own_functions import has_saving_hooks, rank_only_part
+from shardmap_torch.checker.ir.own_functions import has_saving_hooks, name_of_own, rank_only_part
 from shardmap_torch.checker.ir.program import Equation, Use, use_of, varying
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import is_marked
@@ -64,6 +65,7 @@ from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     UncompiledMode,
     UnsupportedOperatorException,
+    current_autograd_node,
     disable_current_modes,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -163,20 +165,17 @@ def find(
         return None
     known = call.known
     if known is not None and known.repeats:
-        outcomes = interpreter.remembered.outcomes
-        is_view = known.is_view
-        call.outcome = (
-            ((), _NONE) if is_view else outcomes.get(_situation(interpreter, call, known))
-        )
+        view = ((), _NONE) if known.is_view else None
+        call.outcome = view or OUTCOMES.find(_situation(interpreter, call, known))
     return call
 
 
 def _situation(interpreter: Interpreter, call: CallLookup, known: Result) -> tuple[Any, ...]:
     """Returns the call, the types of its operands as they are read, and what batches them."""
-    situation: list[Any] = [known.number]
-    number_of = interpreter.remembered.number_of
+    situation: list[Any] = [known.number, len(interpreter.axes)]
+    numbers_of = interpreter.numbers_of
     for tensor, storage_type in zip(call.tensors, call.storage_types, strict=True):
-        _, number, freed = number_of(storage_type.types)
+        _, number, freed = numbers_of(storage_type.types)
         read = number
         if number != freed and not (storage_type.tasks and interpreter.is_cotangent(storage_type)):
             # As `TypeStore.types` and `result_types` have it.
@@ -189,13 +188,16 @@ def _situation(interpreter: Interpreter, call: CallLookup, known: Result) -> tup
 def learn(interpreter: Interpreter, call: CallLookup | None) -> None:
     """Remembers the call that has just been typed, if all that matters is known of it."""
     known = None if call is None else call.known
-    # The node decides the rule in a linear backward, and the key does not say which runs.
+    # The node decides the rule in a linear backward, and the key does not say which runs; in one of
+    # the user's own, products may take a whole cotangent as each rank's factor (`result_types`).
     if call is None or known is None or not known.repeats or is_in_linear_backward():
+        return
+    if interpreter.running and name_of_own(current_autograd_node()) is not None:
         return
     if not known.is_view:
         made = [use.storage_type for use in interpreter.equations[-1].results]
         outcome = [each.types for each in made], made[0].batched_over if made else _NONE
-        interpreter.remembered.outcomes[_situation(interpreter, call, known)] = outcome
+        OUTCOMES.put(_situation(interpreter, call, known), outcome)
 
 
 def repeat(

@@ -1,13 +1,14 @@
 """Results of operations on fake tensors, made again from what is known of them.
 
-torch has such a memory too, which takes as long as all else in a check: it makes a key of 17 fields
-of every operand, and knows a view at another offset of its storage for another call. Here a call is
+torch has such a memory too, which is off: it takes as long as all else in a check, makes a key of
+17 fields of every operand, and knows a view at another offset for another call. Here a call is
 known by its operation, its arguments that are no tensors, and the shape, strides, dtype and device
 of each that is one; the offset of a view is relative to its operand's. All that is remembered of
 calls has this key: layers of a network are the same calls, over and over.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -38,7 +39,11 @@ from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     forward_level,
     has_kernel,
+    has_meta,
+    in_kernel_invocation,
+    is_taken_apart,
     make_subclass,
+    op_implementations_checks,
     set_throw_on_data_pointer,
 )
 from shardmap_torch.core.torch_private.fake_modes import make_fake_mode
@@ -60,9 +65,6 @@ Outcome: TypeAlias = tuple[Sequence[Types], frozenset[int]]
 SEEN: Final = "_shardmap_seen"
 PLACE: Final = "_shardmap_place"
 """Fields in which tensors keep what is known of their metadata and memory."""
-
-REMEMBERED: Final = 4096
-"""Number of calls of which torch may keep the shapes."""
 
 PLAIN: Final = frozenset(
     (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -131,6 +133,9 @@ class Result:
 
 
 _RESULTS: Final = Memo[Result](16384)
+
+OUTCOMES: Final = Memo[Outcome](16384)
+"""Types of the results of calls, by the call, the number of axes, and all that is read of them."""
 
 
 @lru_cache(maxsize=4096)
@@ -283,10 +288,10 @@ def run_fake(
             with mode:
                 return _grouped_result(*args, **kwargs)
         if call is None or not _is_known(op):
-            return _run(mode, op, args, kwargs)
+            return _run(mode, call, op, args, kwargs)
         if call.known is not None:
             return make(mode, call.known, call.tensors)
-        out = op(*args, **kwargs)
+        out = _run(mode, call, op, args, kwargs)
         call.known = _describe(op, args, kwargs, out, call.tensors)
         if call.known is not None:
             _RESULTS.put(call.key, call.known)
@@ -322,13 +327,40 @@ def _grouped_result(
     return x.new_empty(shape, dtype=out_dtype or x.dtype)
 
 
-def _run(mode: FakeTensorMode, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
-    # torch remembers calls by operands of which it does not see whether they are zeros.
-    before, mode.cache_enabled = mode.cache_enabled, forward_level() < 0
-    try:
-        return op(*args, **kwargs)
-    finally:
-        mode.cache_enabled = before
+def _run(
+    mode: FakeTensorMode, call: CallLookup | None, op: OpOverload, args: Sequence[Any], kwargs: Any
+) -> Any:
+    """Runs an operation by its kernel for tensors without data, if torch does no more than that.
+
+    It takes a millisecond to find that out, for each operation anew.
+    """
+    devices = {x.fake_device for x in call.tensors} if call and _is_by_kernel(op) else set()
+    if len(devices) == 1 and not (kwargs and kwargs.get("device")):
+        with suppress(Exception), in_kernel_invocation(mode):  # torch's own words are below
+            return _wrapped(mode, devices.pop(), op(*args, **kwargs))
+    return op(*args, **kwargs)
+
+
+@lru_cache(maxsize=4096)
+def _is_by_kernel(op: OpOverload) -> bool:
+    """Returns whether torch has but a kernel for an operation on dense tensors of one device."""
+    if op.namespace != "aten" or has_kernel(op.name(), "CompositeImplicitAutograd"):
+        return False
+    if op in _OF_ONE_DEVICE or op.name().startswith("aten::_foreach_"):
+        return True
+    is_special = is_taken_apart(op) or any(check(op) for check, _ in op_implementations_checks)
+    return has_meta(op) and not is_special
+
+
+_VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.slice.Tensor)
+_OF_ONE_DEVICE: Final = frozenset((*_VIEWS, _aten.select.int, _aten.copy_.default))
+"""Operations that torch runs otherwise for several devices, and for sizes that are symbols."""
+
+
+def _wrapped(mode: FakeTensorMode, device: torch.device, made: Any) -> Any:
+    if type(made) in (list, tuple):
+        return type(made)([_wrapped(mode, device, each) for each in made])
+    return _make_fake(mode, made, device) if type(made) is Tensor else made
 
 
 def empty(
@@ -468,10 +500,11 @@ def make(mode: FakeTensorMode, result: Result, operands: Sequence[FakeTensor]) -
 def _make_one(mode: FakeTensorMode, item: _Made, operands: Sequence[FakeTensor]) -> FakeTensor:
     operand = None if item.operand is None else operands[item.operand]
     with DisableTorchDispatch():
-        made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
-        if operand is not None:
+        if operand is None:
+            made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
+        else:
             offset = item.offset + operand.storage_offset()
-            made.set_(operand.untyped_storage(), offset, item.shape, item.stride)
+            made = operand.as_strided(item.shape, item.stride, offset)
         fake = _make_fake(mode, made, item.device)
         address = fake.untyped_storage()._cdata
     fake.__dict__[SEEN] = mode, item.number, address, item.shape, item.dtype
@@ -483,15 +516,12 @@ def fake_mode(
 ) -> FakeTensorMode:
     """Makes a mode for one check; `env` has the sizes that are symbols.
 
-    `refuse_thread` is called by operations on threads that the body has started.
-
-    torch remembers the shapes of every operation that any mode has seen, a kilobyte each, and
-    forgets none, also those of signatures that were evicted long ago; beyond `REMEMBERED` it has to
-    begin again.
+    `refuse_thread` is called by operations on threads that the body has started. torch's memory
+    would keep the shapes of every operation, a kilobyte each, and forget none.
     """
-    if len(FakeTensorMode.cache) > REMEMBERED:
-        FakeTensorMode.cache_clear()
     # What a body closes over has the sizes that it has.
-    return make_fake_mode(
+    mode = make_fake_mode(
         refuse_thread, allow_non_fake_inputs=True, shape_env=env, static_shapes=True
     )
+    mode.cache_enabled = False
+    return mode

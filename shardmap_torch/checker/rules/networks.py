@@ -82,22 +82,14 @@ LOSSES: Final = merged(
 )
 
 
-def _drops(arguments: Arguments) -> bool:
-    return bool(arguments["dropout_p"] > 0)
-
-
 def _trains(arguments: Arguments) -> bool:
     return arguments["train"] is not False
-
-
-def _trains_noisily(arguments: Arguments) -> bool:
-    return bool(arguments["training"])
 
 
 # Tagged as random, but they draw only where they drop.
 ATTENTION: Final = merged(
     each(
-        Row(draws=_drops),
+        Row(draws=lambda arguments: arguments["dropout_p"] > 0),
         "_scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_flash_attention_for_cpu "
@@ -129,7 +121,10 @@ DROPOUT: Final = merged(
         ),
         "native_dropout",
     ),
-    each(Row(draws=_trains_noisily), "rrelu_with_noise rrelu_with_noise_functional"),
+    each(
+        Row(draws=lambda arguments: bool(arguments["training"])),
+        "rrelu_with_noise rrelu_with_noise_functional",
+    ),
 )
 
 POOLING: Final = merged(

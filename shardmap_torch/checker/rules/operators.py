@@ -22,10 +22,6 @@ from shardmap_torch.core.torch_private.engine import OpOverload
 # -------------------------------------------------------------------------------- pointwise
 
 
-def _unrounded(arguments: Arguments) -> bool:
-    return arguments["rounding_mode"] is None
-
-
 SUMS: Final = merged(
     each(sums("self", "other"), "add.Tensor add.Scalar sub.Tensor sub.Scalar"),
     each(sums("self", "other"), "rsub.Tensor rsub.Scalar"),
@@ -41,7 +37,10 @@ SUMS: Final = merged(
 PRODUCTS: Final = merged(
     each(product("self", "other"), "mul.Tensor mul.Scalar"),
     each(SELF, "div.Tensor div.Scalar"),
-    each(Row(linear=(("self",),), when=_unrounded), "div.Tensor_mode div.Scalar_mode"),
+    each(
+        Row(linear=(("self",),), when=lambda arguments: arguments["rounding_mode"] is None),
+        "div.Tensor_mode div.Scalar_mode",
+    ),
     each(SELF, "ldexp.Tensor xlogy.Tensor xlogy.Scalar_Other special_xlog1py"),
     each(sums("abs"), "polar"),
 )
@@ -176,10 +175,6 @@ def _is_linear_backward(arguments: Arguments) -> bool:
     return arguments["reduce"] in ("sum", "mean", "prod")
 
 
-def _averages(arguments: Arguments) -> bool:
-    return bool(arguments["reduce"] == "mean")
-
-
 WRITING: Final = merged(
     each(sums("self", "src"), "scatter.src scatter_add select_scatter slice_scatter"),
     each(sums("self", "src"), "diagonal_scatter as_strided_scatter"),
@@ -187,7 +182,10 @@ WRITING: Final = merged(
     each(Row(linear=(("self",), ("src",)), when=_adds), "scatter.reduce scatter_reduce.two"),
     each(Row(linear=(("self",), ("value",)), when=_adds), "scatter.value_reduce"),
     each(sums("self", "source"), "index_add index_copy masked_scatter put"),
-    each(Row(linear=(("self",), ("source",)), when=_averages), "index_reduce"),
+    each(
+        Row(linear=(("self",), ("source",)), when=lambda given: given["reduce"] == "mean"),
+        "index_reduce",
+    ),
     each(sums("self", "values"), "index_put _unsafe_index_put _index_put_impl"),
     each(sums("self", "values"), "_unsafe_masked_index_put_accumulate"),
     each(Row(linear=(("grad",),), when=_is_linear_backward), "_segment_reduce_backward"),

@@ -385,7 +385,7 @@ class Repeated:
         for name, value in call.arguments.items():
             if not self._add(key, value, event.arguments.get(name)):
                 return None
-        notes, number_of = self._notes, self._interpreter.remembered.number_of
+        notes, number_of = self._notes, self._interpreter.numbers_of
         for result in call.results:
             types = self._interpreter.storage_type(result).types
             key += (number_of(types)[1], notes.knows_sums(result))

@@ -89,7 +89,7 @@ def casts_to(
     if found is not None:
         return found
     storage_type = interpreter.storage_type(value)
-    chain = messages.chain_to(storage_type, interpreter.axes.index(axis))
+    chain = messages.joined([*messages.chain_of(storage_type, interpreter.axes.index(axis))])
     if axis_type == Partial:
         return (
             f"  {path}: {spec!r} promises a finished value over {axis!r}, but the result is a "

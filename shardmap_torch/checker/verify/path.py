@@ -343,6 +343,7 @@ class PullBack:
             return
         storage_type = self._interpreter.storage_type(gradient)
         name = name_in(self._call.function, closure) or "the tensor"
+        by_call = _BY_CALL * isinstance(closure, torch.nn.Parameter)
         for axis, axis_type in self._interpreter.by_axis(storage_type.types).items():
             if axis_type not in (I, K, Z):
                 raise rejected(
@@ -350,7 +351,7 @@ class PullBack:
                     f"a gradient that is {axis_type} over {axis!r}: "
                     f"{messages.wrong(I, axis_type)}.\n"
                     f"  the gradient is from {storage_type.origin()}\n"
-                    f"Fix: pass {name} as an argument{_by_call(closure)}.",
+                    f"Fix: pass {name} as an argument{by_call}.",
                     types=[axis_type],
                     closure=closure,
                 )
@@ -392,12 +393,6 @@ def _differentiate(
 _BY_CALL: Final = (
     ": parameters, apply = shardmap_torch.functional(module), and apply(parameters, x) in the body"
 )
-
-
-def _by_call(closure: Tensor) -> str:
-    """Advises how to call a module with its parameters as arguments."""
-    is_parameter = isinstance(closure, torch.nn.Parameter)
-    return _BY_CALL * is_parameter
 
 
 # ------------------------------------------------------------------------------ on one device

@@ -42,13 +42,16 @@ from torch._functorch.utils import enable_single_level_autograd_function as allo
 from torch._functorch.vmap import restore_vmap
 from torch._guards import Source
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_impls import has_meta, op_implementations_checks
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    torch_decomp_decompositions,
 )
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_kernel_invocation
 from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_mode
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
@@ -90,6 +93,14 @@ join_group: Final[Callable[..., Any]] = distributed_c10d._new_process_group_help
 def forward_level() -> int:
     """Returns the level of forward-mode differentiation that is active; negative for none."""
     return forward_ad._current_level
+
+
+def is_taken_apart(op: OpOverload) -> bool:
+    """Returns whether torch runs an operation on fake tensors as others, though it has a kernel."""
+    from torch._decomp import decomposition_table, meta_table  # no attributes of torch at first
+
+    has_others = op in decomposition_table and op not in meta_table
+    return has_others and torch_decomp_decompositions(op)
 
 
 def is_profiling() -> bool:

@@ -75,11 +75,7 @@ def light(method: Any) -> Callable[..., Any]:
 
 
 def _import(
-    name: str,
-    names: Any = None,
-    local: Any = None,
-    fromlist: Sequence[str] = (),
-    level: int = 0,
+    name: str, names: Any = None, local: Any = None, fromlist: Sequence[str] = (), level: int = 0
 ) -> Any:
     """Imports a module, but gives what stands for `torch` with the flags of `torch._dynamo`."""
     if name == "torch._dynamo.config" and not fromlist:

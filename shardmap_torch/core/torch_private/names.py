@@ -58,7 +58,10 @@ interpretation under torch's modes
     _set_throw_on_mutable_data_ptr
   torch._ops: HigherOrderOperator OpOverload OpOverloadPacket
   torch._subclasses.fake_tensor: DataDependentOutputException DynamicOutputShapeException
-    FakeTensor FakeTensorMode.cache FakeTensorMode.cache_clear UnsupportedOperatorException
+    FakeTensor UnsupportedOperatorException in_kernel_invocation_manager
+    torch_decomp_decompositions
+  torch._decomp: decomposition_table meta_table
+  torch._subclasses.fake_impls: has_meta op_implementations_checks
   torch.overrides: _get_current_function_mode_stack
   torch.utils._python_dispatch: TorchDispatchMode _disable_current_modes
     _get_current_dispatch_mode_stack

@@ -13,6 +13,7 @@ from shardmap_torch import I, P, R, all_reduce, convert, make_mesh, shard_map, t
 from shardmap_torch.checker.interpreter import operations
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.rules import infer
+from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import V
 
@@ -74,6 +75,26 @@ def unsummed(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return ((h @ up).relu() @ down).relu()
 
 
+class Times(torch.autograd.Function):
+    """Passes `x` on; its gradient is the cotangent's product with what each rank has of `part`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Tensor) -> Tensor:
+        ctx.part = part
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return all_reduce(g * ctx.part, "tp", dst=I), None
+
+
+def unsummed_later(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    y = layer(x, up, down).detach().requires_grad_()
+    made = Times.apply(y, up[:2])  # type: ignore[no-untyped-call]  # torch's
+    (grad,) = torch.autograd.grad(made, y, y.detach())
+    return grad + torch.autograd.grad((y * up[:2]).sum(), y)[0]
+
+
 def text(body: Callable[..., Tensor], out: P, strictness: Any) -> str:
     f = shard_map(body, mesh=MESH, in_specs=SPECS, out_specs=out, check=strictness)
     x, up, down = torch.zeros(4, 4), torch.zeros(4, 8), torch.zeros(8, 4)
@@ -83,7 +104,7 @@ def text(body: Callable[..., Tensor], out: P, strictness: Any) -> str:
         return str(error)
 
 
-@pytest.mark.sample(3, "unsummed_in_a_list-out5-global")
+@pytest.mark.sample(4, "unsummed_in_a_list-out5-global", "unsummed_later-out7-local")
 @pytest.mark.parametrize("strictness", ["local", "global"])
 @pytest.mark.parametrize(
     ("body", "out"),
@@ -91,6 +112,7 @@ def text(body: Callable[..., Tensor], out: P, strictness: Any) -> str:
         *((body, P("dp")) for body in (layers, written, unsummed)),
         *((body, P("dp")) for body in (promoted, listed, unsummed_in_a_list)),
         (step, P(None, "tp")),
+        (unsummed_later, P("dp")),
     ],
 )
 def test_programs_and_errors_are_those_of_calls_typed_anew(
@@ -110,7 +132,8 @@ def typed_anew(body: Callable[..., Tensor]) -> list[str]:
         calls.append(op._schema.name.removeprefix("aten::"))
         return call(self, op, *args)
 
-    with patch.object(operations, "_interpret", noting):
+    anew = patch.object(operations, "OUTCOMES", Memo[Any]())
+    with anew, patch.object(operations, "_interpret", noting):
         text(body, P("dp"), "local")
     return calls
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -110,6 +111,20 @@ def test_a_view_made_again_is_of_the_operand_of_this_call() -> None:
     assert [view.storage_offset() for view in views] == [0, 12, 0]
     same = [view.untyped_storage()._cdata == storage.untyped_storage()._cdata for view in views]
     assert same == [True, True, False]
+
+
+def test_an_operation_with_a_kernel_takes_no_more_of_torch() -> None:
+    aten = torch.ops.aten
+    with FakeTensorMode() as mode:
+        x, y = torch.empty(41, 43), torch.empty(43, 41)
+        calls = (
+            (aten.mm.default, [x, y]),
+            (aten.copy_.default, [x, x]),
+            (aten.view.default, [x, [-1]]),
+        )
+        with patch.object(FakeTensorMode, "dispatch", side_effect=AssertionError):
+            made = [run_fake(mode, look_up(mode, op, args, {}), op, args, {}) for op, args in calls]
+        assert [each.shape for each in made] == [(41, 41), (41, 43), (41 * 43,)]
 
 
 def test_calls_of_which_more_counts_than_metadata_have_no_key() -> None:
