@@ -105,10 +105,7 @@ def region_types(
                 entries[letter] = entries.get(letter) or entry
     batch = sorted({letter for term in spelled for letter in term if len(letter) > 1})
     results = tuple(
-        P(
-            *map(entries.get, _letters(term, len(batch) + _num_named(term))),
-            partial=partial,
-        )
+        P(*map(entries.get, _letters(term, len(batch) + _num_named(term))), partial=partial)
         for term in right.split(",")
     )
     arguments = tuple(P(*map(entries.get, term)) for term in spelled)

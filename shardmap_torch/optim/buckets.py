@@ -208,9 +208,7 @@ def begin_gathers(
 
 
 def _move_in_region(
-    move: Callable[..., tuple[Tensor, ...]],
-    transfers: Sequence[Transfer],
-    leaves: Sequence[Tensor],
+    move: Callable[..., tuple[Tensor, ...]], transfers: Sequence[Transfer], leaves: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     # A region does nothing but under the checker.
     if torch.compiler.is_dynamo_compiling() or not is_checking():

@@ -389,11 +389,7 @@ def computable(module: nn.Module) -> None:
 
 
 def dispatched(
-    module: nn.Module,
-    forward: MethodType,
-    name: str,
-    axis: str,
-    args: tuple[Any, ...],
+    module: nn.Module, forward: MethodType, name: str, axis: str, args: tuple[Any, ...]
 ) -> Tensor:
     """Runs the experts of this rank on the rows that go to them; returns an addend of the output.
 

@@ -5,9 +5,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dis import opmap
 from functools import partial
-from types import MethodType
-from typing import Any, Final, Literal, TypeVar
+from types import MethodType, TracebackType
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -272,21 +273,19 @@ class _ParallelCall:
         specs = (*self._inputs.specs(args, kwargs), P(), cached)
         try:
             return self._use(use, specs, (args, kwargs, frames, tuple(tensors.values())))
-        except RuntimeError as error:
-            if type(error) is not RuntimeError or self._mesh.shape.get(self._plan.axis, 1) == 1:
+        except (RuntimeError, ValueError) as error:
+            if not _is_torchs(error) or self._mesh.shape.get(self._plan.axis, 1) == 1:
                 raise
             raise self._explain(error) from error
 
-    def _explain(self, error: RuntimeError) -> SpecError:
+    def _explain(self, error: Exception) -> SpecError:
         """Explains torch's error about shapes of shards to users who wrote global ones."""
         axis, site = self._plan.axis, error_site(error)
         return SpecError(
             f"{type(self._module).__name__}: the forward fails on the shards that one of the "
             f"{self._mesh.shape[axis]} ranks of {axis!r} has: {error}\n"
             + (f"  at {site}\n" if site is not None else "")
-            + "Fix: choose heads or groups that divide over the ranks, name modules that take "
-            "shards in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by "
-            'attributes that it names, as {"layers.*.attn": LocalAttributes("num_heads")}.'
+            + (_GATHER if isinstance(error, ValueError) else _DIVIDE)
         )
 
     def _use(
@@ -457,6 +456,21 @@ def _reject_caches(mesh: Mesh, data: Data) -> None:
         )
 
 
+_GATHER = 'Fix: gather what is used whole, as logits by {"lm_head": "colwise_gather_output"}.'
+_DIVIDE = """Fix: choose heads or groups that divide over the ranks, name modules that take shards \
+in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by attributes that it \
+names, as {"layers.*.attn": LocalAttributes("num_heads")}."""
+
+
+def _is_torchs(error: Exception) -> bool:
+    """Returns whether torch refuses something, and no `raise` of the forward."""
+    last = cast(TracebackType, error.__traceback__)
+    while last.tb_next is not None:
+        last = last.tb_next
+    raises = last.tb_frame.f_code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
+    return type(error) is RuntimeError or (type(error) is ValueError and not raises)
+
+
 def _described(module: nn.Module, src_data_rank: int | None, plan: Plan) -> Iterator[str]:
     """Describes what is placed, by lines that are equal where ranks place alike."""
     for name, x in module.named_parameters():
@@ -473,20 +487,14 @@ def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None)
             value.detach(), mesh.device_mesh, placements, src_data_rank=src_data_rank
         )
 
-    parameters = {
-        old: nn.Parameter(
-            put(old, plan.splits[name], plan.specs[name]), requires_grad=old.requires_grad
-        )
+    made: dict[Tensor, Any] = {
+        old: nn.Parameter(put(old, plan.splits[name], plan.specs[name]), old.requires_grad)
         for name, old in module.named_parameters()
     }
-    buffers = {old: put(old, None, P()).to_local() for old in module.buffers()}
+    made |= {old: put(old, None, P()).to_local() for old in module.buffers()}
     for owner in module.modules():
-        owner._parameters.update(
-            {name: parameters[old] for name, old in owner._parameters.items() if old is not None}
-        )
-        owner._buffers.update(
-            {name: buffers[old] for name, old in owner._buffers.items() if old is not None}
-        )
+        for held in (owner._parameters, owner._buffers):
+            held.update({name: made[old] for name, old in held.items() if old is not None})
 
 
 class _FastPath:

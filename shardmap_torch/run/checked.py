@@ -36,7 +36,7 @@ from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import is_batched
 from shardmap_torch.core.progress import telling
-from shardmap_torch.core.torch_private.fake_modes import postponing_dynamo
+from shardmap_torch.core.torch_private.fake_modes import postponing_imports
 from shardmap_torch.core.tree import Tree, entry_order
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
@@ -312,7 +312,7 @@ class Checked:
         # torch's checkpoint, around the call, would keep or recompute what the check computes, and
         # the cache of autocast has casts without data of what the body refers to.
         torch.clear_autocast_cache()
-        with autograd_state.set_aside(), postponing_full_collections(), postponing_dynamo():
+        with autograd_state.set_aside(), postponing_full_collections(), postponing_imports():
             with undoing(call, states, is_simulated(call.mesh)) as (undone_call, undone):
                 with telling("checking", self._name), _taking_apart(states):
                     verdict = check(undone_call)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional
 
 from shardmap_torch import (
     ColwiseParallel,
@@ -183,6 +184,26 @@ def test_uneven_heads_are_an_error_that_says_where() -> None:
         "shards in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by "
         'attributes that it names, as {"layers.*.attn": LocalAttributes("num_heads")}.'
     )
+
+
+def test_what_a_loss_refuses_is_an_error_that_says_how_to_gather_logits() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            if targets.ndim != 2:
+                raise ValueError("targets have two dims")
+            return functional.binary_cross_entropy(self.head(x).sigmoid(), targets)
+
+    x, plan = torch.ones(4, 8), {"head": "colwise"}
+    text = error_of(SpecError, Model(), plan, x, x)
+    assert "of 'tp' has: Using a target size (torch.Size([4, 8])) that is different" in text
+    assert text.endswith(
+        'Fix: gather what is used whole, as logits by {"lm_head": "colwise_gather_output"}.'
+    )
+    assert error_of(ValueError, Model(), plan, x, x[0]) == "targets have two dims"
 
 
 def test_a_layout_that_the_value_does_not_have_is_an_error() -> None:

@@ -1,23 +1,27 @@
-"""Fake tensors without importing `torch._dynamo`, which takes a second.
+"""Fake tensors without importing `torch._dynamo`, which takes a second, and sympy, 0.4 seconds.
 
 torch's fake tensor mode imports it to read three flags (torch 2.13, `FakeTensorMode.__init__`), and
 so does what it wraps in `torch._disable_dynamo`, such as the shapes of many operators, to have
 Dynamo not look into it. Here the mode gets these flags as their environment variables have them,
 and what is wrapped is called as it is. Where a program has imported `torch._dynamo` anyway, and may
 have set the flags or be compiling, torch's own code runs as it is.
+
+sympy comes with `torch.fx.experimental.symbolic_shapes`, from which the shapes of operators import
+functions when they run. While a check runs, and no symbol exists, others answer in its place.
 """
 
 import builtins
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
+from torch.fx import experimental
 
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.torch_private.engine import FakeTensorMode, disable_dynamo
@@ -160,3 +164,138 @@ def _disabled() -> tuple[Any, ...]:
         if function.__code__ is wrapper:
             found |= {id(each): each for each in around if isinstance(each, FunctionType)}
     return tuple(found.values())
+
+
+class _StandIn(ModuleType):
+    """Stands for a module that takes long to import, and imports it for what it cannot answer.
+
+    It answers functions of torch's alone, while it is where they look for the module; other code,
+    and code that keeps what it gets, gets the module's own.
+    """
+
+    def __init__(self, name: str, answers: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        is_package = "." not in self.__name__
+        if name.startswith("__") and name != "__all__" and not (is_package and name == "__path__"):
+            raise AttributeError(name)
+        asking = sys._getframe(1)
+        is_torch = asking.f_globals.get("__name__", "").partition(".")[0] == "torch"
+        is_kept = asking.f_code.co_name == "<module>"
+        if is_torch and not is_kept and sys.modules.get(self.__name__) is self:
+            if name in self._answers:
+                return self._answers[name]
+        return getattr(_imported(self.__name__), name)
+
+
+def _plain(name: str, are_plain: Callable[..., bool], answer: Callable[..., Any]) -> Any:
+    """Returns a function that answers for plain values, and asks torch's for others."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        is_plain = not kwargs and are_plain(*args)
+        return (answer if is_plain else getattr(_imported(SYMBOLS), name))(*args, **kwargs)
+
+    return function
+
+
+def _are(kind: type, most: int = sys.maxsize) -> Callable[..., bool]:
+    """Returns what tells whether arguments are of one type; symbols have types of their own."""
+    return lambda *args: 0 < len(args) <= most and all(type(each) is kind for each in args)
+
+
+def _are_sizes(*values: Any) -> bool:
+    return all(isinstance(each, tuple | list) and _are(int)(0, *each) for each in values)
+
+
+def _has_sizes(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_sparse:
+        return False
+    return _are(int)(*value.shape, *value.stride(), value.storage_offset())
+
+
+def _never(*values: Any) -> bool:
+    """Returns that torch's own is asked, once what is imported beside other names is called."""
+    return False
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _NeverError(Exception):
+    """In place of classes of which there is nothing, and nothing raised, while no symbol exists."""
+
+
+SYMBOLS: Final = "torch.fx.experimental.symbolic_shapes"
+_FUNCTIONS: Final = {
+    name: _plain(name, are_plain, answer)
+    for names, are_plain, answer in (
+        ("expect_true guard_or_false guard_or_true", _are(bool, 1), _same),
+        ("statically_known_true", _are(bool, 1), _same),
+        ("guard_int guarding_hint_or_throw optimization_hint", _are(int, 1), _same),
+        ("has_guarding_hint", _are(int, 1), lambda size: True),
+        ("is_nested_int", _are(int, 1), lambda size: False),
+        ("sym_and", _are(bool), lambda *values: all(values)),
+        ("sym_or", _are(bool), lambda *values: any(values)),
+        ("sym_eq", _are_sizes, lambda sizes, others: list(sizes) == list(others)),
+        ("_iterate_exprs _iterate_nodes", _has_sizes, lambda tensor: iter(())),
+        ("compute_unbacked_bindings free_unbacked_symbols", _never, _same),
+        ("guard_size_oblivious has_free_symbols has_free_unbacked_symbols", _never, _same),
+    )
+    for name in names.split()
+}
+_STAND_INS: Final = {
+    SYMBOLS: _StandIn(SYMBOLS, _FUNCTIONS | {"GuardOnDataDependentSymNode": _NeverError}),
+    "sympy": _StandIn("sympy", {"Basic": _NeverError}),
+}
+
+
+class _Standing:
+    """Counts the checks that run, during which the stand-ins are there until a module is needed."""
+
+    def __init__(self) -> None:
+        self.lock, self.checks, self.is_over = threading.Lock(), 0, False
+
+    def change(self, checks: int, is_over: bool = False) -> None:
+        """Changes how many run, and whether none may stand in any more."""
+        with self.lock:
+            self.checks += checks
+            self.is_over |= is_over
+            wanted = self.checks > 0 and not self.is_over
+            if wanted and not _STAND_INS.keys() & sys.modules.keys():
+                sys.modules.update(_STAND_INS)
+                experimental.symbolic_shapes = _STAND_INS[SYMBOLS]
+            elif not wanted and sys.modules.get(SYMBOLS) is _STAND_INS[SYMBOLS]:
+                for name in _STAND_INS:
+                    sys.modules.pop(name)
+                del experimental.symbolic_shapes
+
+
+_STANDING: Final = _Standing()
+
+
+def _imported(name: str) -> ModuleType:
+    """Imports a module itself; who has its stand-in finds all of its names there from now on."""
+    _STANDING.change(0, is_over=True)
+    module = import_module(name)
+    vars(_STAND_INS[name]).update(vars(module))
+    return module
+
+
+@contextmanager
+def postponing_symbols() -> Iterator[None]:
+    """Has torch do without symbols for sizes, for which it imports sympy, while there are none."""
+    _STANDING.change(1)
+    try:
+        yield
+    finally:
+        _STANDING.change(-1)
+
+
+@contextmanager
+def postponing_imports() -> Iterator[None]:
+    """Does both, around a check."""
+    with postponing_dynamo(), postponing_symbols():
+        yield
