@@ -35,7 +35,8 @@ SLOW: Final = {
         *("checker/rules/test_rules.py", "collectives/test_table.py", "kernels/test_lanes.py"),
         *("kernels/test_engine.py", "kernels/test_planner.py", "test_lax.py"),
         *("checker/test_sizes.py", "checker/verify/test_repairs.py"),
-        *("ops/test_reduce.py", "ops/test_reshard.py"),
+        *("ops/test_reduce.py", "ops/test_reshard.py", "run/test_vmap_compiled.py"),
+        *("run/test_compiled.py", "run/recorded/test_replays.py", "test_doctests.py"),
     )
 }
 
