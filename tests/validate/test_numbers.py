@@ -24,6 +24,9 @@ def test_equal_types_claim_that_the_ranks_agree(axis_type: AxisType) -> None:
     fault = refute(axis_type, column(2, math.nan), None, None, 1e-9)
     assert fault is not None
     assert fault.reason == "the ranks differ in what is finite"
+    first, second = torch.tensor([1 + 1j]), torch.tensor([1 + 2j])
+    assert refute(axis_type, [first, first], None, None, 1e-9) is None
+    assert refute(axis_type, [first, second], None, None, 1e-9) is not None
 
 
 def test_varying_claims_nothing() -> None:
