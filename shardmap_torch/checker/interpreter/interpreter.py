@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import torch
@@ -259,15 +259,15 @@ class TypeStore:
         self, tensors: Sequence[Tensor], storage_types: Sequence[StorageType]
     ) -> frozenset[Token]:
         """Returns the differentiations that go on and that one of these tensors descends from."""
-        found = frozenset[Token]()
+        found = _NO_TOKENS
         for tensor, storage_type in zip(tensors, storage_types, strict=True):
             own = tensor.__dict__.get("_shardmap_tokens")
             for tokens in (storage_type.tokens,) if own is None else (own, storage_type.written):
                 if tokens is not found and tokens:
                     found = found | tokens if found else tokens
-        alive = [token for token in found if token.alive]
         # The same object, where it can be: what descends from one differentiation shares it.
-        return found if len(alive) == len(found) else frozenset(alive)
+        ended = [token for token in found if not token.alive]
+        return found.difference(ended) if ended else found
 
     def _token(self, wrapped: Tensor) -> Token:
         """Returns the token of the transform that an operand belongs to.
@@ -427,6 +427,9 @@ class TypeStore:
         if real.requires_grad:
             self.closures[id(real)] = real
         return fake
+
+
+_NO_TOKENS: Final[frozenset[Token]] = frozenset()
 
 
 class Interpreter(TypeStore):

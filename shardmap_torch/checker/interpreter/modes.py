@@ -205,14 +205,13 @@ class _Functions(TorchFunctionMode):
     def _note(self, func: Any, args: Sequence[Any], out: Any) -> None:
         if func in UNBATCHED:
             self._interpreter.unversioned.add(address_of(base_of(out)))
-        results = [t for t in tensors_of(out) if not any(x.requires_grad for x in levels(t))]
-        if results:
-            given = {id(base_of(t)) for value in args for t in tensors_of(value)}
-            for tensor in results:
-                base = base_of(tensor)
-                if id(base) not in given and isinstance(base, FakeTensor):
-                    # No gradient flows through it, whatever else its storage has.
-                    base.__dict__["_shardmap_tokens"] = frozenset()
+        for tensor in tensors_of(out):
+            *_, base = each = [*levels(tensor)]
+            if type(base) is not FakeTensor or any(x.requires_grad for x in each):
+                continue
+            if not any(base is base_of(t) for value in args for t in tensors_of(value)):
+                # No gradient flows through it, whatever else its storage has.
+                base.__dict__["_shardmap_tokens"] = frozenset()
 
 
 def seeing(interpreter: Interpreter) -> AbstractContextManager[object]:
