@@ -92,7 +92,9 @@ else:
         if name in _MODULES:
             return import_module(f"shardmap_torch.{name}")
         if name in _LAZY:
-            return getattr(import_module(f"shardmap_torch.{_LAZY[name]}"), name)
+            module = import_module(f"shardmap_torch.{_LAZY[name]}")
+            export(vars(module), [name], SpecError)
+            return getattr(module, name)
         raise AttributeError(f"module 'shardmap_torch' has no attribute {name!r}")
 
 
@@ -173,5 +175,5 @@ __all__ = [
 ]
 __all__ += ops.__all__
 
-# Collectives read their arguments themselves, at no cost to a call.
+export(vars(ops), ["axis_group"], SpecError)  # collectives read their arguments themselves
 export(globals(), sorted({*__all__} - {*ops.__all__} | {"axis_group"}), SpecError)

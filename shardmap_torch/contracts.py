@@ -30,7 +30,7 @@ _REFUSALS: Final = (
 
 _SIGNS: Final = (
     *("Dimension out of range", "must be", "invalid combination of arguments"),
-    "too big to convert",
+    *("too big to convert", "Overflow when unpacking"),
 )
 """Parts of messages by which errors of torch's functions are distinguished from Python's."""
 
@@ -38,9 +38,10 @@ _SIGNS: Final = (
 def export(namespace: dict[str, Any], names: Sequence[str], error: type[ShardMapError]) -> None:
     """Has the functions of a package raise `error` where wrong arguments make them fail."""
     for name in set(names) & namespace.keys():  # others are loaded when they are asked for
-        is_own = getattr(namespace[name], "__module__", "").startswith(namespace["__name__"])
-        if is_own and inspect.isfunction(namespace[name]):
-            namespace[name] = _explaining(namespace[name], error)
+        value = namespace[name]
+        if inspect.isfunction(value) and value.__code__.co_filename != __file__:  # else it has been
+            if value.__module__.startswith(namespace["__name__"]):
+                namespace[name] = _explaining(value, error)
 
 
 def call_given(
@@ -65,8 +66,6 @@ def _explaining(function: Callable[..., Any], error: type[ShardMapError]) -> Cal
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except ShardMapError:
-            raise
         except Exception as raised:
             text = _explanation(function, args, kwargs, raised)
             if text is None:
@@ -80,7 +79,7 @@ def _explanation(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], raised: Exception
 ) -> str | None:
     """Says what is wrong with the arguments; None where they are not to blame."""
-    if is_raised_by_user(raised):
+    if isinstance(raised, ShardMapError) or is_raised_by_user(raised):
         return None
     signature = inspect.signature(function)
     try:
@@ -94,7 +93,7 @@ def _explanation(
         for problem in _problems(value, hints.get(name, Any), raised)
     ]
     if wrong:
-        return " ".join(wrong)
+        return " ".join(dict.fromkeys(wrong))
     if type(raised) not in _REFUSALS or not _is_of_torch(raised):
         return None
     why = (str(raised).splitlines() or [repr(raised)])[0]
@@ -157,8 +156,7 @@ def _fits(value: object, hint: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     wanted = origin or (type(None) if hint is None else hint)
-    if wanted is float:
-        wanted = (float, int)
+    wanted = (float, int) if wanted is float else wanted
     try:
         is_one = isinstance(value, wanted)
     except TypeError:  # a protocol

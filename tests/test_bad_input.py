@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -21,16 +21,20 @@ from shardmap_torch import (
     all_gather,
     all_reduce,
     current_mesh,
+    debug_print,
     full,
     lax,
     make_mesh,
     mark_sharding,
     match_specs,
     nn,
+    ops,
     optim,
+    parallel,
     random,
     saving,
     shard_map,
+    testing,
 )
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.lax import slicing
@@ -135,7 +139,15 @@ def test_a_dtype_that_torch_cannot_add_is_an_error_and_no_hang(dtype: torch.dtyp
 
 
 X = torch.ones(2, 2)
+ONE: Final = torch.nn.Linear(1, 1)
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (ops.axis_group, (GRID, None), {}, "axis_group: axis=None is no str | Sequence[str]."),
+    (parallel.parallel_summary, (3,), {}, "parallel_summary: module=3 is no Module."),
+    (parallel.save_pretrained, ({}, "x"), {}, "save_pretrained: model={} is no Module."),
+    (parallel.load_safetensors, (ONE, "a\0b"), {}, "load_safetensors: there is no file 'a\\x00b'."),
+    (parallel.PackedColwiseParallel, (), {"x": 1}, "got an unexpected keyword argument 'x'."),
+    (testing.assert_equals_one_device, (double, 3, X), {}, "'int' object is not callable."),
+    (nn.moe, (X, X.sum(), X, "a"), {"expert": double}, "a scalar, which contracts no features."),
     (lax.dynamic_slice_in_dim, ("x", 0, 1), {}, "not str ('x')."),
     (lax.dynamic_slice_in_dim, (X, 0.5, 1), {}, "a slice starts at one integer, not at 0.5."),
     (lax.dynamic_slice_in_dim, (X, X, 1), {}, "one integer, not at float32[2, 2]."),
@@ -175,6 +187,8 @@ def test_junk_for_a_library_function_is_named(
 
 EXPLAINED: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.rms_norm(X.to_sparse(), X[0]), "rms_norm: x=float32[2, 2] is a sparse_coo tensor"),
+    (lambda: debug_print("x", X.to_sparse()), "debug_print: x=float32[2, 2] is a sparse_coo"),
+    (lambda: random.fold_in(random.key(0), 1 << 99), "fold_in: torch refuses key=int64[], data="),
     (lambda: nn.kv_update("x", X, 0), "kv_update: cache='x' is no Tensor."),  # type: ignore[arg-type]
     (lambda: saving.latest(3), "latest: folder=3 is no str | os.PathLike[str]."),  # type: ignore[arg-type]
     (lambda: lax.pcast(X, "a", "b"), "pcast: too many positional arguments; it is pcast(x, "),  # type: ignore[call-arg]

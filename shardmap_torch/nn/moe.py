@@ -86,8 +86,8 @@ def moe(
         tensor([[ 10.,   0.],
                 [  0., 100.]])
     """
-    num_experts = router.shape[-1]
     check_experts("moe", x, router, experts, axis, num_selected)
+    num_experts = router.shape[-1]
     router = replicate_weight(router, axis, router_type, "moe", "router_type")
     probabilities = (x @ router).softmax(-1)  # [b/n, t, e]
     values, chosen = probabilities.topk(num_selected, -1)

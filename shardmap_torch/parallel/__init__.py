@@ -10,6 +10,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from shardmap_torch.contracts import export
+from shardmap_torch.errors import SpecError
 from shardmap_torch.parallel.loss import loss_parallel
 from shardmap_torch.parallel.module import parallelize
 from shardmap_torch.parallel.pure import functional
@@ -43,3 +45,5 @@ __all__ = [
     "parallelize",
     "save_pretrained",
 ]
+
+export(globals(), __all__, SpecError)

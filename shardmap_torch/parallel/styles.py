@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
+from shardmap_torch.contracts import call_given
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.errors import SpecError, show
 from shardmap_torch.spec import P
@@ -81,7 +82,7 @@ class PackedColwiseParallel(ColwiseParallel):
 
     def __init__(self, *, parts: int = 2, **layouts: Any) -> None:
         """Takes the number of parts, and the arguments of `ColwiseParallel`."""
-        super().__init__(**layouts)
+        call_given(super().__init__, (), layouts, SpecError, "PackedColwiseParallel")
         self.parts = parts
 
 
@@ -90,17 +91,8 @@ ONE_TENSOR: Final = (ColwiseParallel, RowwiseParallel, SequenceParallel)
 
 
 KNOWN: Final = (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    PrepareModuleInputOutput,
-    PackedColwiseParallel,
-    ReplicatedParallel,
-    ExpertsParallel,
-    ExpertsDispatch,
-    LocalAttributes,
+    *(*ONE_TENSOR, PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput),
+    *(PackedColwiseParallel, ReplicatedParallel, ExpertsParallel, ExpertsDispatch, LocalAttributes),
 )
 
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from glob import glob
 from os import PathLike
-from os.path import isdir, join
+from os.path import isdir, isfile, join
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.errors import SpecError, listing, show
 
 Ranges: TypeAlias = Sequence[range]
 """The positions of a dim that a rank has, in order."""
@@ -35,7 +35,7 @@ def load_safetensors(module: nn.Module, path: str | PathLike[str]) -> None:
             parameter one of its names is enough.
 
     Raises:
-        SpecError: names all parameters that no file has, or has in another shape.
+        SpecError: names all parameters that no file has, or has in another shape; no file.
 
     Source: `safetensors.safe_open`, `transformers.PreTrainedModel.from_pretrained`.
     """
@@ -43,6 +43,8 @@ def load_safetensors(module: nn.Module, path: str | PathLike[str]) -> None:
 
     folder = str(path)
     files = sorted(glob(join(folder, "*.safetensors"))) if isdir(folder) else [folder]
+    if not all(map(isfile, files)):
+        raise SpecError(f"load_safetensors: there is no file {show(folder)}.")
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         sources = {name: file for file in opened for name in file.keys()}
@@ -163,7 +165,7 @@ def _initialize(module: Any) -> None:
     module.initialize_weights()
 
 
-def save_pretrained(model: Any, folder: str | PathLike[str], **options: Any) -> None:
+def save_pretrained(model: nn.Module, folder: str | PathLike[str], **options: Any) -> None:
     """Saves a parallelized model of transformers as `model.save_pretrained` would have before.
 
     To be called on all ranks. Parameters are gathered one at a time; the first rank keeps them, in
@@ -189,4 +191,5 @@ def save_pretrained(model: Any, folder: str | PathLike[str], **options: Any) -> 
             whole[id(value)] = full
         state[name] = full
     if is_first:
-        model.save_pretrained(folder, state_dict=state, **options)
+        saves: Any = model.save_pretrained
+        saves(folder, state_dict=state, **options)

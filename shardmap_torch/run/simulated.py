@@ -11,6 +11,7 @@ from shardmap_torch.boundary.call import Call, Untouched, is_checked, run_body
 from shardmap_torch.collectives.autograd import reject_transforms
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import constant
+from shardmap_torch.core.source_location import error_site
 from shardmap_torch.core.storage import apart
 from shardmap_torch.core.tree import Tree
 from shardmap_torch.errors import TransformError
@@ -23,11 +24,9 @@ from shardmap_torch.spec import P
 has_data: Final = True
 
 _BRANCH: Final = "data-dependent control flow"
-"""In functorch's error of a Python branch on a value that differs between the ranks.
-
-A check does not see the branch where a library leaves it out on tensors without values, as the
-masks of transformers do.
-"""
+"""In functorch's error of a branch on a value that differs by rank, which a check may not see."""
+_NUMBERS: Final = "vmap: ", "Tensor that doesn't have storage"
+"""In torch's errors where numbers of a batched tensor decide what runs, or leave torch."""
 
 
 def run(call: Call, batches: bool) -> Tree:
@@ -44,14 +43,16 @@ def run(call: Call, batches: bool) -> Tree:
         return vmap.run(call)
     if chosen == "ranks" or not (batches or chosen == "vmap"):
         return threads.run(call)
-    is_plain = call.mesh.size == 1 and chosen != "vmap"
-    batched = run_alone if is_plain else vmap.run
+    batched = run_alone if call.mesh.size == 1 and chosen != "vmap" else vmap.run
     crossing = [call.leaves[position] for position in call.crossing]
     if call.recordings is not None and serves(crossing):
         return run_simulated(call, batched)
     try:
         return batched(call)
     except RuntimeError as error:
+        if chosen == "vmap" and any(sign in str(error) for sign in _NUMBERS):
+            why = f"{str(error).partition('. ')[0]}, at {error_site(error)}."
+            raise vmap.rank_only(call.name, why) from error
         if chosen == "vmap" or _BRANCH not in str(error):
             raise
         return threads.run(call)

@@ -41,8 +41,7 @@ class Unchecked:
     def _compare_and_run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
         control = current()
         if control is not None:
-            key = _signature(call)
-            known = self._descriptions.get(key, lambda: describe(call, None))
+            known = self._descriptions.get(_signature(call), lambda: describe(call, None))
             agree(known, now=False, values=self._equal.of(call, control))
         return run(call, False)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardmap_torch.boundary.matching import is_spec
 from shardmap_torch.checker.api import trace
+from shardmap_torch.contracts import call_given
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import Placed, Tree, broadcast_prefix, map_leaves
 from shardmap_torch.divergence import find_divergence
@@ -76,15 +77,14 @@ def assert_equals_one_device(
         faults = _faults(found, expected)
         if faults:
             parting = _parting(f, one_device, args) if "result" in faults[0] else ""
-            name = getattr(f, "__name__", type(f).__name__)
-            lines = [f"{name} is not what one device computes:", *faults, parting]
-            raise AssertionError("\n  ".join(filter(None, lines)))
+            head = f"{getattr(f, '__name__', type(f).__name__)} is not what one device computes:"
+            raise AssertionError("\n  ".join(filter(None, [head, *faults, parting])))
 
 
 def _values(f: Callable[..., Any], args: Sequence[Any], seed: int) -> dict[str, Any]:
     """Returns the results by path, and the gradients of all arguments that have one."""
     wide = [map_leaves(_widened, arg) for arg in args]
-    results = _by_path(f(*wide), "result")
+    results = _by_path(call_given(f, wide, {}, TransformError, "The call"), "result")
     values = {path: x.detach() if isinstance(x, Tensor) else x for path, x in results.items()}
     inputs = {
         f"gradient of {path}": leaf

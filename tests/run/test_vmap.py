@@ -17,6 +17,7 @@ from shardmap_torch import (
     V,
     all_gather,
     all_reduce,
+    axis_index,
     make_mesh,
     reinterpret,
 )
@@ -106,8 +107,28 @@ def test_a_branch_that_the_check_does_not_see_is_taken_by_each_rank() -> None:
 
     x = torch.tensor([1.0, 2.0, -3.0, 4.0])
     assert mapped("auto")(x).tolist() == x.relu().tolist()
-    with pytest.raises(RuntimeError, match="data-dependent control flow"):
+    with pytest.raises(
+        TransformError, match=r"control flow, at .*test_vmap.py:\d+.*\nFix: use make"
+    ):
         mapped("vmap")(x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: [torch.sin, torch.cos][axis_index("tp")](x),
+        lambda x: x * x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x * x.tolist()[0],
+    ],
+)
+def test_one_program_names_what_only_ranks_run_where_nothing_is_checked(body: Any) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="vmap")
+    mapped = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    with pytest.raises(
+        TransformError, match=r"cannot run, .*test_vmap.py:\d+.*\nFix: use make_mesh"
+    ):
+        mapped(torch.ones(4))
 
 
 def test_what_autocast_casts_as_a_whole_runs_on_ranks() -> None:

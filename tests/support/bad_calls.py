@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import shardmap_torch as sm
-from shardmap_torch import P, kernels, lax, nn, optim, random, saving
+from shardmap_torch import P, kernels, lax, nn, ops, optim, parallel, planning, random, saving
 from tests.support.bad_input import Call, Draw, operand, or_junk, sine, some_mesh, spec
 
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
-    for module in (nn, optim, random, saving, lax, kernels, sm)
-    for name in sorted({*module.__all__} - {"auto", "find_divergence"})
+    for module in (nn, ops, optim, parallel, planning, random, saving, lax, kernels, sm)
+    for name in sorted({*module.__all__} - {"auto", "find_divergence", "this_machine"})
     if inspect.isfunction(getattr(module, name))
 }
 

@@ -8,9 +8,12 @@ has. What the body itself does, and torch then refuses, is the user's error and 
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -69,6 +72,25 @@ JUNK: Final[tuple[Callable[[], Any], ...]] = (
     *(lambda: [EvilRepr()], lambda: {"a": None}, lambda: (i for i in range(3)), lambda: {1, 2}),
     *(lambda: print, lambda: torch.float32, lambda: P, lambda: I, lambda: slice(None)),
     *(lambda: torch.tensor(1), lambda: torch.ones(2, 2), lambda: np.ones(3), lambda: "tp" * 1000),
+    *(
+        lambda: "a\0b",
+        lambda: np.int64(3),
+        lambda: range(10**12),
+        lambda: partial(print),
+        lambda: Mesh,
+    ),
+    *(
+        lambda: torch.ones(2, device="meta"),
+        lambda: Path("a\0"),
+        lambda: Fraction(1, 2),
+        lambda: Sub,
+    ),
+    *(
+        lambda: nn.LazyLinear(3),
+        lambda: MagicMock(),
+        lambda: torch.jit.script(nn.ReLU()),
+        lambda: np,
+    ),
     *(lambda: P("zz"), lambda: ("a", ("b",)), lambda: tuple(range(5000)), lambda: nn.Linear(2, 2)),
 )
 """Makes what no argument can be, or only some."""
@@ -87,6 +109,8 @@ ODD: Final[tuple[Callable[[Tensor], Any], ...]] = (
     lambda x: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     lambda x: x.to_mkldnn(),
     lambda x: x.as_subclass(Sub),
+    lambda x: x.to_sparse_bsr((2, 2)),
+    lambda x: x.to(torch.complex32),
     lambda x: nn.Parameter(x),
     lambda x: torch.complex(x, x).conj(),
     lambda x: torch._neg_view(x),
@@ -100,7 +124,7 @@ ODD: Final[tuple[Callable[[Tensor], Any], ...]] = (
 
 DTYPES: Final = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.int64),
-    *(torch.uint8, torch.uint16, torch.float8_e5m2),
+    *(torch.uint8, torch.uint16, torch.float8_e5m2, torch.float8_e8m0fnu),
 )
 
 
