@@ -18,13 +18,16 @@ from shardmap_torch.run.trials.dependence import ZERO, Dependence, tolerance
 from shardmap_torch.run.trials.draws import (
     FARTHER,
     LEVELLED,
+    ODD,
     PLAIN,
     SHIFTED,
     STRUCTURED,
     TIED,
+    UNDEFINED,
     Draw,
     Style,
 )
+from shardmap_torch.run.trials.operators import ASK_FINITE
 from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
 from shardmap_torch.run.trials.watch import Seen, UntriedError, Watched
 
@@ -74,6 +77,7 @@ class Comparison:
     _steps: tuple[Steps, Steps] = ((), ())
     _ties: bool = False
     _summarizes: bool = False
+    _asks_finite: bool = False
     _unknown: UntriedError | None = None
     _lost: set[str] = field(default_factory=set)
     _untold: set[str] = field(default_factory=set)
@@ -114,7 +118,7 @@ class Comparison:
         for number, style in enumerate(TIED if self._ties else ()):
             if number < _TIES or self._seen[0].lacks_ties:
                 self._try(replace(next(draws), style=style), partly=True)
-        for style in LEVELLED if self._summarizes else ():
+        for style in ODD + UNDEFINED * self._asks_finite + LEVELLED * self._summarizes:
             self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)
         for style in FARTHER:
@@ -237,11 +241,16 @@ class Comparison:
         self._steps = one.steps, ranks.steps
         self._ties |= one.ties or ranks.ties
         self._summarizes |= one.summarizes or ranks.summarizes
+        self._asks_finite |= any(name in ASK_FINITE for name, *_ in (*one.steps, *ranks.steps))
         self._unknown = self._unknown or one.unknown or ranks.unknown
         fixed = _fixed_results(expected, one)
         self.zero -= {name for name, x in expected.items() if name in fixed or _size(x) > ZERO}
         told = expected.keys() - self.zero
-        if not lost and all(_size(expected[name]) > _VISIBLE for name in told):
+        if (
+            not lost
+            and draw.style.odd is None
+            and all(_size(expected[name]) > _VISIBLE for name in told)
+        ):
             for seen, watched in zip(self._seen, (one, ranks), strict=True):
                 seen.add(watched.seen)
         self._lost = lost

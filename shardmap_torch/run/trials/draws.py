@@ -5,6 +5,7 @@ positions, documents longer than a rank's block, gates near 1, labels to ignore.
 a style, and all styles are drawn.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -37,6 +38,7 @@ class Style:
         jitter: by which part of itself each floating number is off.
         levels: how the floating numbers of one block lie, and those of the others, by names of
             `LEVELS`; None if all are alike.
+        odd: what one floating number of each argument is; None if it is like the others.
     """
 
     scale: float = 1.0
@@ -47,6 +49,7 @@ class Style:
     rows: bool = False
     jitter: float = 0.0
     levels: tuple[str, str] | None = None
+    odd: float | None = None
 
 
 PATTERNS: Final = (
@@ -98,11 +101,25 @@ LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
     "low": (0.3, -2.0, -2.0),
     "one high": (0.3, -2.0, 2.0),
     "one low": (0.3, 2.0, -2.0),
+    "zero": (0.0, 0.0, 0.0),
+    "large": (1e3, 0.0, 0.0),
+    "far": (1.0, 1e3, 1e3),
 }
 """For a block: the deviation of its numbers, the mean of all but one in a row, and that one's."""
 
-LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in LEVELS for usual in LEVELS)
+_EXTREME: Final = ("zero", "large", "far")
+_USUAL: Final = [name for name in LEVELS if name not in _EXTREME]
+LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in _USUAL for usual in _USUAL)
 """Styles in which one block is another than the rest, which conditions on many entries tell."""
+
+ODD: Final = (
+    *(Style(odd=odd) for odd in (1e2, -1e2, 1e5, -1e5) for _ in range(2)),
+    *(Style(levels=(odd, "mixed")) for odd in _EXTREME for _ in range(2)),
+)
+"""Styles in which one number, or one block, is of another size, as one rank alone may have it."""
+
+UNDEFINED: Final = tuple(Style(odd=odd) for odd in (math.nan, math.inf, -math.inf))
+"""Styles for programs that ask whether numbers are finite."""
 
 TIED: Final = (
     *(Style(tied=True, scale=scale) for scale in (1.0, 0.3, 0.0)),
@@ -199,6 +216,8 @@ class Draw:
             drawn = drawn * (10.0 ** sizes.double()).unsqueeze(-1)
         if style.levels is not None and drawn.ndim:
             drawn = self._levelled(at, drawn, style.levels, generator)
+        if style.odd is not None and drawn.numel():
+            drawn.view(-1)[torch.randint(drawn.numel(), (), generator=generator)] = style.odd
         sign = 1.0
         if style.signed:
             sign = 1.0 - 2.0 * float(torch.rand((), generator=generator) < 0.5)

@@ -25,6 +25,9 @@ MADE: Final = _names(
 )
 """Those whose results do not depend on the entries of operands, as long as these are finite."""
 
+ASK_FINITE: Final = _names("isnan isinf isfinite isposinf isneginf nan_to_num")
+"""Those that tell what is finite."""
+
 MOVED: Final = _names(
     "view _unsafe_view reshape _reshape_alias view_as_real view_as_complex expand permute "
     "transpose t squeeze unsqueeze select slice split split_with_sizes unbind unfold diagonal "
