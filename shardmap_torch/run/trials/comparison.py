@@ -118,7 +118,8 @@ class Comparison:
         for number, style in enumerate(TIED if self._ties else ()):
             if number < _TIES or self._seen[0].lacks_ties:
                 self._try(replace(next(draws), style=style), partly=True)
-        for style in ODD + UNDEFINED * self._asks_finite + LEVELLED * self._summarizes:
+        in_pieces = self._asks_finite or any(seen.true or seen.false for seen in self._seen)
+        for style in ODD * in_pieces + UNDEFINED * self._asks_finite + LEVELLED * self._summarizes:
             self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)
         for style in FARTHER:

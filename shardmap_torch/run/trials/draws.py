@@ -102,19 +102,18 @@ LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
     "one high": (0.3, -2.0, 2.0),
     "one low": (0.3, 2.0, -2.0),
     "zero": (0.0, 0.0, 0.0),
-    "large": (1e3, 0.0, 0.0),
     "far": (1.0, 1e3, 1e3),
 }
 """For a block: the deviation of its numbers, the mean of all but one in a row, and that one's."""
 
-_EXTREME: Final = ("zero", "large", "far")
+_EXTREME: Final = ("zero", "far")
 _USUAL: Final = [name for name in LEVELS if name not in _EXTREME]
 LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in _USUAL for usual in _USUAL)
 """Styles in which one block is another than the rest, which conditions on many entries tell."""
 
 ODD: Final = (
-    *(Style(odd=odd) for odd in (1e2, -1e2, 1e5, -1e5) for _ in range(2)),
-    *(Style(levels=(odd, "mixed")) for odd in _EXTREME for _ in range(2)),
+    *(Style(odd=odd) for odd in (1e2, -1e2, 1e5, -1e5)),
+    *(Style(levels=(odd, "mixed")) for odd in _EXTREME),
 )
 """Styles in which one number, or one block, is of another size, as one rank alone may have it."""
 

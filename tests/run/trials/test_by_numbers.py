@@ -487,7 +487,7 @@ def test_a_lookup_in_a_vocabulary_of_thousands_of_ranks_is_tried_at_few(last: in
         with pytest.raises(ShardTypeError, match="every rank has a value of its own"):
             check_program(f, *arguments)
     else:
-        assert "in 14 trials 4 ranks" in check_program(f, *arguments).tried
+        assert "in 20 trials 4 ranks" in check_program(f, *arguments).tried
 
 
 def test_a_large_program_that_does_something_else_at_smaller_sizes_is_refused() -> None:
@@ -569,3 +569,49 @@ def test_the_error_of_what_cannot_be_tried_reads() -> None:
         "Nor can it be tried with numbers over 'cp': round may have pieces that random inputs do "
         f"not reach, {rounds}return moved.round()."
     )
+
+
+RARE: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "a threshold": lambda x: x.amax() > 50,
+    "the median": lambda x: x.quantile(0.5) > 40,
+    "no number": lambda x: x.isnan().any(),
+    "infinity": lambda x: x.isinf().any(),
+    "zeros": lambda x: x.sum().sign() == 0,
+    "half precision": lambda x: x.half().isinf().any(),
+}
+"""Questions that only one rank answers with yes, for numbers that are hardly ever drawn."""
+
+
+def with_all(x: Tensor) -> Tensor:
+    """Multiplies each row with the sum of all, which go round."""
+    total, moving = x, x
+    for _ in range(axis_size("tp") - 1):
+        moving = shift(moving, "tp", 1)
+        total = total + moving
+    return x * total.sum(0, keepdim=True)
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_what_one_rank_alone_may_meet_is_tried(name: str) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="abstract")
+    mapped = partial(shard_map, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check="global")
+    x = ShapeDtype((8, 3), dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ShardTypeError, match="ried with numbers over"):
+        check_program(mapped(lambda x: with_all(x) + RARE[name](x)), x)
+
+
+def test_what_all_ranks_decide_together_is_accepted() -> None:
+    def body(x: Tensor) -> Tensor:
+        largest = all_reduce(x.amax(), "tp", op="max", dst=I)
+        missing = all_reduce(x.isnan().any().double(), "tp", op="max", dst=I)
+        return with_all(x) + torch.where(largest > 50, 1.0, missing)
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    mapped = partial(shard_map, body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    x = torch.randn(8, 3, dtype=torch.float64)
+    for each in (x, 40 * x):
+        torch.testing.assert_close(mapped(check="global")(each), with_all_alone(each))
+
+
+def with_all_alone(x: Tensor) -> Tensor:
+    return x * x.sum(0, keepdim=True) + (x.amax() > 50)
