@@ -500,11 +500,10 @@ def make(mode: FakeTensorMode, result: Result, operands: Sequence[FakeTensor]) -
 def _make_one(mode: FakeTensorMode, item: _Made, operands: Sequence[FakeTensor]) -> FakeTensor:
     operand = None if item.operand is None else operands[item.operand]
     with DisableTorchDispatch():
-        if operand is None:
-            made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
-        else:
+        made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="meta")
+        if operand is not None:  # a view would ask for its device, for which torch imports DTensor
             offset = item.offset + operand.storage_offset()
-            made = operand.as_strided(item.shape, item.stride, offset)
+            made.set_(operand.untyped_storage(), offset, item.shape, item.stride)
         fake = _make_fake(mode, made, item.device)
         address = fake.untyped_storage()._cdata
     fake.__dict__[SEEN] = mode, item.number, address, item.shape, item.dtype
