@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -45,7 +45,7 @@ class EqualValues:
         """Has all bits compared in each call if `always`."""
         self._always, self._calls = always, 0
         self._known: set[Any] = set()
-        self._newest = self._era = object()
+        self._newest = self._era = cast(object, "none yet")  # Dynamo traces no object()
         self._plain: list[int] = []
 
     def of(
