@@ -72,6 +72,7 @@ def test_only_torch_is_answered_and_only_while_a_check_runs(
     sympy = pytest.importorskip("sympy")
     for name in fake_modes._STAND_INS:
         monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(fake_modes.experimental, "symbolic_shapes", None, raising=False)
     monkeypatch.setattr(fake_modes._STANDING, "is_over", False)
     torchs, users = ({"__name__": name} for name in ("torch._refs", "torchvision"))
     for known in (torchs, users):

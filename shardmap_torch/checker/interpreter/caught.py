@@ -82,7 +82,7 @@ class _Try(NamedTuple):
     line: int
     caught: Sequence[ast.expr | None]
     renamed: Sequence[ast.expr | None]
-    """What is caught and raised again as another error, which any handler around may catch."""
+    """Errors that are raised again as others, which any handler around may catch."""
     managers: Sequence[ast.expr]
 
 

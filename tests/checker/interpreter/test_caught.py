@@ -289,7 +289,7 @@ ASKED_OR_OF_MEMORY = {
     torch.ops.aten.equal.default,
     torch.ops.aten.as_strided.default,
 }
-"""What the checker refuses for another reason, or what fails for the fills' memory."""
+"""Operations refused for another reason, or that fail for the fills' memory."""
 
 
 def filled(x: object, value: float) -> object:
