@@ -106,14 +106,14 @@ LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
 }
 """For a block: the deviation of its numbers, the mean of all but one in a row, and that one's."""
 
-_EXTREME: Final = ("zero", "far")
-_USUAL: Final = [name for name in LEVELS if name not in _EXTREME]
+EMPTY, FAR = ("zero", "mixed"), ("far", "mixed")
+_USUAL: Final = [name for name in LEVELS if name not in (EMPTY[0], FAR[0])]
 LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in _USUAL for usual in _USUAL)
 """Styles in which one block is another than the rest, which conditions on many entries tell."""
 
 ODD: Final = (
     *(Style(odd=odd) for odd in (1e2, -1e2, 1e5, -1e5)),
-    *(Style(levels=(odd, "mixed")) for odd in _EXTREME),
+    *(Style(levels=levels) for levels in (EMPTY, FAR)),
 )
 """Styles in which one number, or one block, is of another size, as one rank alone may have it."""
 
@@ -203,9 +203,9 @@ class Draw:
     def _draw(self, at: int, like: Like, generator: torch.Generator) -> Tensor:
         dtype, style = widened(like.dtype), self.style
         if dtype == torch.bool:
-            return self._along(at, like, generator).flags()
+            return self._emptied(at, self._along(at, like, generator).flags())
         if _is_integer(dtype):
-            return self._integers(at, like, generator).to(dtype)
+            return self._emptied(at, self._integers(at, like, generator).to(dtype))
         drawn = style.scale * torch.randn(like.shape, dtype=dtype, generator=generator)
         if style.tied:
             drawn = (2 * drawn).real.round() / 2 if dtype.is_complex else (2 * drawn).round() / 2
@@ -223,13 +223,24 @@ class Draw:
         drawn = drawn + sign * style.shift
         return drawn.abs().to(dtype) if at in self.positive else drawn.to(dtype)
 
+    def _emptied(self, at: int, drawn: Tensor) -> Tensor:
+        """Returns booleans or integers, those of one block 0 where its floating numbers are."""
+        if self.style.levels == EMPTY and drawn.ndim:
+            _, blocks = self._split(at, drawn)
+            blocks[self.seed % len(blocks)].zero_()
+        return drawn
+
+    def _split(self, at: int, drawn: Tensor) -> tuple[int, list[Tensor]]:
+        """Returns the last dim that is sharded, and the blocks along it."""
+        counts = self.blocks.get(at, (1,) * drawn.ndim)
+        dim = max((d for d, count in enumerate(counts) if count > 1), default=drawn.ndim - 1)
+        return dim, [*drawn.tensor_split(counts[dim], dim)]
+
     def _levelled(
         self, at: int, drawn: Tensor, levels: tuple[str, str], generator: torch.Generator
     ) -> Tensor:
         """Draws the numbers of one block, and those of the others, at levels of their own."""
-        counts = self.blocks.get(at, (1,) * drawn.ndim)
-        dim = max((d for d, count in enumerate(counts) if count > 1), default=drawn.ndim - 1)
-        blocks = [*drawn.tensor_split(counts[dim], dim)]
+        dim, blocks = self._split(at, drawn)
         odd = self.seed % len(blocks)
         for place, block in enumerate(blocks):
             deviation, usual, single = LEVELS[levels[place != odd]]

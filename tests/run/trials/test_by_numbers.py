@@ -571,13 +571,14 @@ def test_the_error_of_what_cannot_be_tried_reads() -> None:
     )
 
 
-RARE: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "a threshold": lambda x: x.amax() > 50,
-    "the median": lambda x: x.quantile(0.5) > 40,
-    "no number": lambda x: x.isnan().any(),
-    "infinity": lambda x: x.isinf().any(),
-    "zeros": lambda x: x.sum().sign() == 0,
-    "half precision": lambda x: x.half().isinf().any(),
+RARE: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "a threshold": lambda x, counts: x.amax() > 50,
+    "the median": lambda x, counts: x.quantile(0.5) > 40,
+    "no number": lambda x, counts: x.isnan().any(),
+    "infinity": lambda x, counts: x.isinf().any(),
+    "zeros": lambda x, counts: x.sum().sign() == 0,
+    "no counts": lambda x, counts: counts.sum() == 0,
+    "half precision": lambda x, counts: x.half().isinf().any(),
 }
 """Questions that only one rank answers with yes, for numbers that are hardly ever drawn."""
 
@@ -596,8 +597,9 @@ def test_what_one_rank_alone_may_meet_is_tried(name: str) -> None:
     mesh = make_mesh((2,), ("tp",), kind="abstract")
     mapped = partial(shard_map, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check="global")
     x = ShapeDtype((8, 3), dtype=torch.float64, requires_grad=True)
+    counts = ShapeDtype((8,), dtype=torch.int64)
     with pytest.raises(ShardTypeError, match="ried with numbers over"):
-        check_program(mapped(lambda x: with_all(x) + RARE[name](x)), x)
+        check_program(mapped(lambda x, counts: with_all(x) + RARE[name](x, counts)), x, counts)
 
 
 def test_what_all_ranks_decide_together_is_accepted() -> None:
