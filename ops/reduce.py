@@ -192,7 +192,7 @@ def _read_scatter(
     axes, scope = read_axes("reduce_scatter", axis)
     check_tiled("reduce_scatter", tiled)
     num_ranks = scope.backend.mesh.num_ranks(axes)
-    if op not in ("sum", "mean"):
+    if not isinstance(op, str) or op not in ("sum", "mean"):
         raise CollectiveError(f"reduce_scatter: op={op!r} is none of sum, mean.")
     made = scope.reduction(op, axes, x)
     lengths = check_sizes("reduce_scatter", "sizes", sizes, num_ranks)
@@ -247,7 +247,7 @@ def _reduction(
 
 
 def _check_source(op: str, src: TypeLike | None) -> None:
-    if op not in ("sum", "mean", "max", "min"):
+    if not isinstance(op, str) or op not in ("sum", "mean", "max", "min"):
         raise CollectiveError(f"all_reduce: op={op!r} is none of sum, mean, max, min.")
     if src is not None:
         allowed = (Partial, V) if op in ("sum", "mean") else (V,)

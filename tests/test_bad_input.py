@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -139,12 +139,12 @@ def test_a_dtype_that_torch_cannot_add_is_an_error_and_no_hang(dtype: torch.dtyp
 
 
 X = torch.ones(2, 2)
-ONE: Final = torch.nn.Linear(1, 1)
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (ops.axis_group, (GRID, None), {}, "axis_group: axis=None is no str | Sequence[str]."),
     (parallel.parallel_summary, (3,), {}, "parallel_summary: module=3 is no Module."),
     (parallel.save_pretrained, ({}, "x"), {}, "save_pretrained: model={} is no Module."),
-    (parallel.load_safetensors, (ONE, "a\0b"), {}, "load_safetensors: there is no file 'a\\x00b'."),
+    (parallel.load_safetensors, (torch.nn.Linear(1, 1), "a\0b"), {}, "is no file 'a\\x00b'."),
+    (testing.assert_bytes, (double, 3, {}), {}, "takes a sequence of arguments, not 3."),
     (parallel.PackedColwiseParallel, (), {"x": 1}, "got an unexpected keyword argument 'x'."),
     (testing.assert_equals_one_device, (double, 3, X), {}, "'int' object is not callable."),
     (nn.moe, (X, X.sum(), X, "a"), {"expert": double}, "a scalar, which contracts no features."),

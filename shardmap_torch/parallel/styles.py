@@ -74,7 +74,7 @@ class LocalAttributes(_Ours):
         sequence, as biases of positions (ALiBi), and the dim of these: a rank gets its heads' own.
         The number of heads is the first attribute.
         """
-        self.names, self.heads = names, heads or {}
+        self.names, self.heads = names, {} if heads is None else heads
 
 
 class PackedColwiseParallel(ColwiseParallel):

@@ -13,7 +13,7 @@ from shardmap_torch.contracts import call_given
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import Placed, Tree, broadcast_prefix, map_leaves
 from shardmap_torch.divergence import find_divergence
-from shardmap_torch.errors import TransformError
+from shardmap_torch.errors import TransformError, show
 from shardmap_torch.mesh import Mesh, use_mesh
 from shardmap_torch.spec import P
 from shardmap_torch.transform import Check, shard_map
@@ -155,11 +155,10 @@ def assert_bytes(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[s
         >>> assert_bytes(row, (x, w), {"tp": 2 * 7 * 16 * 32 * 4 // 8})
     """
     __tracebackhide__ = True
-    program = trace(f, *args)
-    sent = program.bytes_sent()
+    if not isinstance(args, Sequence):
+        raise TransformError(f"assert_bytes takes a sequence of arguments, not {show(args)}.")
+    sent = (program := trace(f, *args)).bytes_sent()
     wrong = [axis for axis in {**sent, **expected} if sent.get(axis, 0) != expected.get(axis, 0)]
-    if not wrong:
-        return
     lines = [f"{program.name} sends other bytes than expected:"]
     for axis in wrong:
         lines.append(f"  {axis}: {sent.get(axis, 0)}, not {expected.get(axis, 0)}")
@@ -168,4 +167,5 @@ def assert_bytes(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[s
                 times = f" {row.times} times" if row.times > 1 else ""
                 place = "for a gradient" if row.site is None else f"at {row.site}"
                 lines.append(f"    {row.operation} sends {row.bytes_sent}{times}, {place}")
-    raise AssertionError("\n".join(lines))
+    if wrong:
+        raise AssertionError("\n".join(lines))

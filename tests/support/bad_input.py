@@ -174,7 +174,7 @@ def body(draw: Draw) -> Callable[..., Any]:
         lambda x: sm.all_reduce(x, axis, dst=dst, comm_dtype=other),
         lambda x: sm.all_gather(x, axis, dim=dim, dst=dst),
         lambda x: sm.all_gather(x, axis, dst=dst, sizes=other),
-        lambda x: sm.reduce_scatter(x, axis, dim=dim),
+        lambda x: sm.reduce_scatter(x, axis, dim=dim, op=or_junk(draw, "mean")),
         lambda x: sm.all_to_all(x, axis, split_dim=dim, concat_dim=0),
         lambda x: sm.ppermute(x, axis, pairs),
         lambda x: sm.shift(x, axis, other),
