@@ -352,8 +352,8 @@ def _is_by_kernel(op: OpOverload) -> bool:
     return has_meta(op) and not is_special
 
 
-_VIEWS: Final = (_aten.view.default, _aten._unsafe_view.default, _aten.slice.Tensor)
-_OF_ONE_DEVICE: Final = frozenset((*_VIEWS, _aten.select.int, _aten.copy_.default))
+# Not views: to dims of size 1 their kernel gives other strides than torch's fake tensors do.
+_OF_ONE_DEVICE: Final = frozenset((_aten.slice.Tensor, _aten.select.int, _aten.copy_.default))
 """Operations that torch runs otherwise for several devices, and for sizes that are symbols."""
 
 
