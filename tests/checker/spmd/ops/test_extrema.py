@@ -64,7 +64,7 @@ def of_both_kinds(x: Tensor) -> Tensor:
 
 
 def beside_entries(x: Tensor) -> Tensor:
-    return over(((x > 1).any(1, keepdim=True) | (x > 0)).any(1).int(), "max")
+    return over(((x > 1).any(1, keepdim=True) | (x > 0)).all(1).int(), "min")
 
 
 def counted(x: Tensor) -> Tensor:
