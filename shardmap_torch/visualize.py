@@ -157,7 +157,7 @@ def visualize_sharding(
 
 def _shape_of(x: Tensor | Sequence[int]) -> tuple[int, ...]:
     sizes = x.shape if isinstance(x, Tensor) and not x.is_nested else x
-    if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
+    if not isinstance(sizes, tuple | list) or not all(isinstance(size, int) for size in sizes):
         raise SpecError(f"visualize_sharding takes a tensor or a shape, not {show(x)}.")
     return tuple(sizes)
 
