@@ -262,6 +262,11 @@ class Draw:
         for limit in limits if share else ():
             chosen = torch.rand(like.shape, generator=generator) < share / max(1, len(limits) / 3)
             drawn[chosen] = limit
+        if along.pattern == "limits" and limits:  # each in some draw, also where entries are few
+            turns = self.seed, self.seed + (len(limits) + 1) // 2
+            sure = torch.tensor([limits[turn % len(limits)] for turn in turns])
+            places = torch.randperm(drawn.numel(), generator=generator)[:2]
+            drawn.view(-1)[places] = sure[: len(places)]
         return drawn
 
     def _along(self, at: int, like: Like, generator: torch.Generator) -> "_Along":
