@@ -75,7 +75,7 @@ JUNK: Final[tuple[Callable[[], Any], ...]] = (
     *(
         lambda: "a\0b",
         lambda: np.int64(3),
-        lambda: range(10**12),
+        lambda: range(1000),
         lambda: partial(print),
         lambda: Mesh,
     ),
