@@ -49,7 +49,7 @@ _TIES: Final = 3
 """Minimal number of trials with equal entries, where these may matter."""
 
 _ODD_SLACK: Final = 1e4
-"""By how much more odd numbers may differ, which lose digits and tell thresholds apart."""
+"""The factor by which results of odd numbers, which lose digits, may differ more than others."""
 
 _PROBES: Final = 16
 """Maximal number of limits of an integer argument that are looked at."""
