@@ -5,7 +5,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Generator
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from tests.programs.support.everywhere import (
     ON_PROCESSES_OR_VMAP,
     ON_REAL_RANKS,
     SIMULATED,
-    Scenario,
+    claimed,
     run_on,
     same,
 )
@@ -672,23 +672,19 @@ def test_the_traceback_of_an_error_has_the_frames_of_the_user(
     assert "run" in frames()
 
 
-CLAIMS: Final[dict[str, Scenario]] = {
-    "a gradient from outside goes through one in the body": outside_of_a_gradient_inside,
-    "backward after the body on another thread": backward_late_and_elsewhere,
-    "a graph that is kept can be used again": backward_twice,
-    "grad modes hold in the body and for the result": grad_modes,
-    "an unused input gets no gradient": unused_input,
-    "one tensor may enter by two specs": one_tensor_twice,
-    "a closure that is used as one value gets its gradient": closure,
-    "a closed over tensor can be a result": closure_as_result,
-    "anomaly detection does not disturb the checker": searching_for_nan,
-    "a gradient reaches what the body closes over": reaching,
-    "the mesh is that of use mesh and seen in the body": ambient,
-    "as a decorator it keeps name and docstring": decorated,
-}
-
-
-@ON_EVERY_MESH
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_on_every_mesh(claim: str, kind: str, gloo: Gloo) -> None:
-    run_on(kind, CLAIMS[claim], gloo)
+test_on_every_mesh = claimed(
+    {
+        "a gradient from outside goes through one in the body": outside_of_a_gradient_inside,
+        "backward after the body on another thread": backward_late_and_elsewhere,
+        "a graph that is kept can be used again": backward_twice,
+        "grad modes hold in the body and for the result": grad_modes,
+        "an unused input gets no gradient": unused_input,
+        "one tensor may enter by two specs": one_tensor_twice,
+        "a closure that is used as one value gets its gradient": closure,
+        "a closed over tensor can be a result": closure_as_result,
+        "anomaly detection does not disturb the checker": searching_for_nan,
+        "a gradient reaches what the body closes over": reaching,
+        "the mesh is that of use mesh and seen in the body": ambient,
+        "as a decorator it keeps name and docstring": decorated,
+    },
+)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.automatic.recording import bytes_sent, shown
-from tests.programs.support.everywhere import ON_EVERY_MESH, Scenario, run_on
+from tests.programs.support.everywhere import claimed, run_on
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
 
@@ -198,15 +198,13 @@ def test_results_that_the_specs_do_not_match_are_named() -> None:
     )
 
 
-ON_EVERY_MESH_OF_TWO_AXES: Final[dict[str, Scenario]] = {
-    "values and gradients are those of one device": equals_one_device,
-    "results lie by their specs": lies_as_specified,
-    "marks change layouts and no values": marks,
-    "manual functions run in automatic code": mixes,
-}
-
-
-@ON_EVERY_MESH
-@pytest.mark.parametrize("claim", ON_EVERY_MESH_OF_TWO_AXES)
-def test_on_every_mesh_of_two_axes(claim: str, kind: str, gloo: Gloo) -> None:
-    run_on(kind, ON_EVERY_MESH_OF_TWO_AXES[claim], gloo, MESH, AXES)
+test_on_every_mesh_of_two_axes = claimed(
+    {
+        "values and gradients are those of one device": equals_one_device,
+        "results lie by their specs": lies_as_specified,
+        "marks change layouts and no values": marks,
+        "manual functions run in automatic code": mixes,
+    },
+    MESH,
+    AXES,
+)

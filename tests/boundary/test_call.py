@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from shardmap_torch import (
     axis_index,
     make_mesh,
 )
-from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, Scenario, run_on, same
+from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, claimed, run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
@@ -336,17 +336,13 @@ def written(mesh: Mesh) -> None:
         )
 
 
-CLAIMS: Final[dict[str, Scenario]] = {
-    "pytrees prefixes keywords and static arguments": trees,
-    "one spec or a tuple serves any number of arguments": variadic,
-    "any dtype and empty tensors cross": dtypes,
-    "scalars and numbers enter whole": scalars,
-    "non contiguous and expanded inputs are cut by value": strided,
-    "writing into an input is an error": written,
-}
-
-
-@ON_EVERY_MESH
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_on_every_mesh(claim: str, kind: str, gloo: Gloo) -> None:
-    run_on(kind, CLAIMS[claim], gloo)
+test_on_every_mesh = claimed(
+    {
+        "pytrees prefixes keywords and static arguments": trees,
+        "one spec or a tuple serves any number of arguments": variadic,
+        "any dtype and empty tensors cross": dtypes,
+        "scalars and numbers enter whole": scalars,
+        "non contiguous and expanded inputs are cut by value": strided,
+        "writing into an input is an error": written,
+    },
+)

@@ -1,7 +1,7 @@
 """JAX's casts of equal values: finished gradients in bodies, and the other reading."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +20,8 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from tests.programs.support.everywhere import ON_EVERY_MESH, Scenario, run_on, same
+from tests.programs.support.everywhere import claimed, same
 from tests.programs.support.harness import random
-from tests.support.pool import Gloo
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -176,15 +175,13 @@ def test_a_cast_that_does_not_exist_is_named() -> None:
     )
 
 
-ON_EVERY_MESH_OF_ANOTHER_SHAPE: Final[dict[str, Scenario]] = {
-    "the gradient of a cast value is finished in the body": inner_step,
-    "gradients from outside are those of one device": outside,
-    "a program that needs the other reading gets it": other_reading,
-    "gathered copies are one device values under global": gathers,
-}
-
-
-@ON_EVERY_MESH
-@pytest.mark.parametrize("claim", ON_EVERY_MESH_OF_ANOTHER_SHAPE)
-def test_on_every_mesh_of_another_shape(claim: str, kind: str, gloo: Gloo) -> None:
-    run_on(kind, ON_EVERY_MESH_OF_ANOTHER_SHAPE[claim], gloo, (3,), ("i",))
+test_on_every_mesh_of_another_shape = claimed(
+    {
+        "the gradient of a cast value is finished in the body": inner_step,
+        "gradients from outside are those of one device": outside,
+        "a program that needs the other reading gets it": other_reading,
+        "gathered copies are one device values under global": gathers,
+    },
+    (3,),
+    ("i",),
+)

@@ -180,7 +180,7 @@ _OF_RESULT: Final = (_aten.unsqueeze, _aten.unsqueeze_, _aten.stack, _aten.diag_
 def counted_from_front(
     op: OpOverload, arguments: Mapping[str, Any], results: Sequence[tuple[Shape, Shape]]
 ) -> Mapping[str, Any]:
-    """Returns the arguments with -1 replaced by the last dim, and so on.
+    """Returns the arguments with -1 replaced by the last dim, and so on, for all rules.
 
     Some rules of DTensor take a negative dim for another than each of the sharded ones.
     """
@@ -190,6 +190,7 @@ def counted_from_front(
     is_of_result = op.overloadpacket in _OF_RESULT or "input_sizes" in arguments
     shapes = [x.local for x in shards_of([*arguments.values()])]
     ndim = len(results[0][0]) if is_of_result else max(map(len, shapes), default=0)
+    ndim = max(ndim, 1)  # as torch counts those of a number
 
     def counted(dim: Any) -> Any:
         if isinstance(dim, list | tuple):

@@ -49,7 +49,7 @@ _TIES: Final = 3
 """Minimal number of trials with equal entries, where these may matter."""
 
 _ODD_SLACK: Final = 1e4
-"""The factor by which results of odd numbers, which lose digits, may differ more than others."""
+"""The factor by which results of odd numbers may differ more: a square of 1e2 takes four digits."""
 
 _PROBES: Final = 16
 """Maximal number of limits of an integer argument that are looked at."""

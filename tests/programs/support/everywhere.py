@@ -1,6 +1,6 @@
 """Runs one scenario, a function that takes a mesh and asserts, on every kind of mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,19 @@ def run_on(
         gloo(size).run(_in_worker, scenario, tuple(shape), tuple(names))
     else:
         scenario(make_mesh(shape, names, kind="simulated", simulate=kind))
+
+
+def claimed(
+    claims: Mapping[str, Scenario], shape: Sequence[int] = (2,), names: Any = ("tp",)
+) -> Callable[..., None]:
+    """Makes a test of scenarios, by what they claim, on every kind of mesh."""
+
+    @ON_EVERY_MESH
+    @pytest.mark.parametrize("claim", claims)
+    def test(claim: str, kind: str, gloo: Gloo) -> None:
+        run_on(kind, claims[claim], gloo, shape, names)
+
+    return test
 
 
 def _in_worker(scenario: Scenario, shape: tuple[int, ...], names: tuple[str, ...]) -> None:

@@ -112,7 +112,7 @@ def _permuted(step: Step) -> list[Sharded]:
 def _order(op: OpOverload, arguments: Mapping[str, Any], rank: int) -> list[int]:
     order = list(range(rank))
     if op is aten.permute.default:
-        return [dim % rank for dim in arguments["dims"]]
+        return list(arguments["dims"])
     if op is aten.t.default:
         return order[::-1]
     first, second = arguments["dim0"], arguments["dim1"]
@@ -125,7 +125,7 @@ def _joined(step: Step) -> list[Sharded]:
     """Propagates a concatenation, along a dim that is unsharded, or of parts sharded alike."""
     shards = [x for x in step.shards if x.global_shape != (0,)]
     rank = len(shards[0].global_shape)
-    dim = step.arguments["dim"] % rank
+    dim = step.arguments["dim"]
     first = shards[0].dims[dim]
     alike = all(x.dims[dim] == first for x in shards)
     alike = alike and first != ANY and step_of(first) is None
@@ -141,15 +141,13 @@ def _joined(step: Step) -> list[Sharded]:
 
 def _stacked(step: Step) -> list[Sharded]:
     shards = step.shards
-    rank = len(shards[0].global_shape)
-    dim = step.arguments["dim"] % (rank + 1)
-    dims = broadcast(shards, rank)
+    dim, dims = step.arguments["dim"], broadcast(shards, len(shards[0].global_shape))
     return [Sharded((*dims[:dim], unsharded(len(shards)), *dims[dim:]))]
 
 
 def _sliced(step: Step) -> list[Sharded]:
     (x,) = step.shards
-    dim = step.arguments["dim"] % len(x.dims)
+    dim = step.arguments["dim"]
     here = _range(step.arguments, x.local[dim])
     there = _range({**step.arguments, **step.unsharded_arguments}, x.global_shape[dim])
     full = here == range(x.local[dim]) and there == range(x.global_shape[dim])

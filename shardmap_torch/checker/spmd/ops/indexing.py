@@ -75,7 +75,7 @@ def add_entries(step: Step) -> list[Sharded]:
     x, index = step.arguments["self"], step.arguments["index"]
     of_rows = "source" in step.arguments
     source = step.arguments["source" if of_rows else "src"]
-    dim = step.arguments["dim"] % max(len(x.dims), 1)
+    dim = step.arguments["dim"]
     listed = index.dims[0 if of_rows else dim] if index.dims and source.dims else ()
     axes = frozenset(axes_of(listed))
     if not axes:
@@ -194,7 +194,7 @@ def select(step: Step) -> list[Sharded]:
 def split(step: Step) -> list[Sharded]:
     """Lays out parts of a dim: whole blocks of it, where it is sharded within each block."""
     (x,) = step.shards
-    dim = step.arguments["dim"] % max(len(x.dims), 1)
+    dim = step.arguments["dim"]
     digits = x.dims[dim] if x.dims else ()
     block = digits[1:] if digits and digits[0][0] is None else ()
     if not axes_of(block):
@@ -227,7 +227,7 @@ def diagonal(step: Step) -> list[Sharded]:
 def unsqueeze(step: Step) -> list[Sharded]:
     """Lays out a tensor with a dim of size 1 put in."""
     (x,) = step.shards
-    dim = step.arguments["dim"] % (len(x.dims) + 1)
+    dim = step.arguments["dim"]
     return [Sharded((*x.dims[:dim], (), *x.dims[dim:]))]
 
 

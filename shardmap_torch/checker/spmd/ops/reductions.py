@@ -44,7 +44,7 @@ def _over(step: Step, x: ShardedTensor) -> set[int]:
     """Returns the dims that are reduced."""
     rank, given = len(x.dims), step.arguments.get("dim")
     listed = [given] if isinstance(given, int) else given or range(rank)
-    return {dim % rank for dim in listed} if rank else set()
+    return {*listed} if rank else set()
 
 
 def _left(step: Step, x: ShardedTensor, over: set[int]) -> tuple[Dim, ...]:
