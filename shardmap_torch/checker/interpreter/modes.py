@@ -205,11 +205,11 @@ class _Functions(TorchFunctionMode):
     def _note(self, func: Any, args: Sequence[Any], out: Any) -> None:
         if func in UNBATCHED:
             self._interpreter.unversioned.add(address_of(base_of(out)))
+        given = {id(base_of(t)) for value in args for t in tensors_of(value)}  # may be thousands
         for tensor in tensors_of(out):
             *_, base = each = [*levels(tensor)]
-            if type(base) is not FakeTensor or any(x.requires_grad for x in each):
-                continue
-            if not any(base is base_of(t) for value in args for t in tensors_of(value)):
+            is_made = type(base) is FakeTensor and id(base) not in given
+            if is_made and not any(x.requires_grad for x in each):
                 # No gradient flows through it, whatever else its storage has.
                 base.__dict__["_shardmap_tokens"] = frozenset()
 

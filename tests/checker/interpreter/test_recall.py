@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import I, P, R, all_reduce, convert, make_mesh, shard_map, trace
-from shardmap_torch.checker.interpreter import operations
+from shardmap_torch.checker.interpreter import modes, operations
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.rules import infer
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.functorch import base_of
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import V
 
@@ -165,3 +166,12 @@ def test_positions_of_lists_that_are_alike_are_typed_once() -> None:
         types = infer.type_call(op, arguments, lambda x: (V,), 1)
     assert types == [(V,)] * 3
     assert len(outcomes) == 2
+
+
+def test_an_operator_on_lists_looks_at_each_of_its_tensors_a_few_times() -> None:
+    def scaled(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return torch._foreach_mul([*x.unsqueeze(0).expand(64, -1, -1)], 2.0)[-1]
+
+    with patch.object(modes, "base_of", Mock(side_effect=base_of)) as asked:
+        text(scaled, P("dp"), "local")
+    assert 64 <= asked.call_count < 64 * 8
