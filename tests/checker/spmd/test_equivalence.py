@@ -1,16 +1,12 @@
 """check="global": the forward must be that of the same program on one device."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from examples.gpt import model
-from examples.gpt.optim import make_optimizer
 from shardmap_torch import (
     I,
     P,
@@ -22,7 +18,6 @@ from shardmap_torch import (
     V,
     all_gather,
     all_reduce,
-    all_to_all,
     assert_type,
     assume_constant,
     axis_index,
@@ -36,7 +31,6 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
     typeof,
-    value_and_grad,
 )
 from shardmap_torch.checker.verify import verdict
 from tests.checker.support.accepted import RANKS, accepted
@@ -71,42 +65,6 @@ def batched_heads(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Te
     return y
 
 
-def mean_by_whole_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    h = x @ w + b
-    mean = all_reduce(h.sum(-1, keepdim=True), "tp", dst=R) / (h.shape[-1] * axis_size("tp"))
-    return all_reduce((h - mean) @ w2, "tp", dst=I) + b2
-
-
-def to_heads_and_back(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    h = x @ w + b
-    rows = all_to_all(h, "tp", split_dim=0, concat_dim=1).softmax(-1)
-    h = all_to_all(rows, "tp", split_dim=1, concat_dim=0)
-    return all_reduce(h @ w2, "tp", dst=I) + b2
-
-
-def sums_of_parts(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    y = (x @ w + b) @ w2
-    y = 2 * y + y.flip(1)
-    return all_reduce(y, "tp", dst=I) + b2
-
-
-def bias_in_one_part(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    part = convert(b2.expand(x.shape[0], -1), "tp", src=I, dst=Partial)
-    return all_reduce((x @ w + b) @ w2 + part, "tp", dst=I)
-
-
-def zeros_of_local_size(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    zeros = torch.zeros(x.shape[0], x.shape[1], dtype=x.dtype)
-    return mlp(torch.where(x > zeros, x, zeros), w, b, w2, b2)
-
-
-def in_place(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    h = torch.zeros_like(x) + x
-    h.mul_(2).add_(x)
-    h[:, 0] = 1.0
-    return mlp(h, w, b, w2, b2)
-
-
 def inner_gradient(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     def loss(x: Tensor) -> Tensor:
         return all_reduce((x @ w + b).square().sum(), ("dp", "tp"), dst=I)
@@ -115,34 +73,12 @@ def inner_gradient(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> T
     return mlp(x - 0.1 * gradient, w, b, w2, b2)
 
 
-def vmapped(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    def row(x: Tensor) -> Tensor:
-        return all_reduce((x @ w + b) @ w2, "tp", dst=I)
-
-    return torch.vmap(row)(x) + b2
-
-
 def tangents(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     def f(x: Tensor) -> Tensor:
         return mlp(x, w, b, w2, b2)
 
     found: tuple[Tensor, Tensor] = torch.func.jvp(f, (x,), (torch.ones_like(x),))  # type: ignore[assignment]
     return found[0] + found[1]
-
-
-def written_buffers(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    buffer = torch.zeros_like(x)
-    buffer += x
-    double = torch.empty_like(x)
-    double.copy_(2 * buffer)
-    return mlp(double, w, b, w2, b2)
-
-
-def picked(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    ids = (x[:, 0] > 0).long()  # sharded like the rows
-    table = torch.arange(4.0, dtype=x.dtype).reshape(2, 2)
-    columns = torch.tensor([3, 1])
-    return mlp(x + (x[:, columns] * table[ids]).repeat(1, 8), w, b, w2, b2)
 
 
 def region_recomputed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -156,10 +92,6 @@ def region_recomputed(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -
     return mlp(x - gradient, w, b, w2, b2)
 
 
-def part_of_features(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    return mlp(torch.cat([x[:, 8:], x[:, :8]], 1), w, b, w2, b2)
-
-
 def dropout_of_whole(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     # One mask on all ranks of tp, over which x is equal.
     x = torch.nn.functional.dropout(convert(x, "tp", src=I, dst=R), 0.5)
@@ -170,18 +102,8 @@ RIGHT = (
     mlp,
     heads,
     batched_heads,
-    mean_by_whole_size,
-    to_heads_and_back,
-    sums_of_parts,
-    bias_in_one_part,
-    zeros_of_local_size,
-    in_place,
     inner_gradient,
-    part_of_features,
-    vmapped,
     region_recomputed,
-    written_buffers,
-    picked,
 )
 
 
@@ -378,20 +300,6 @@ def embed(table: Tensor, ids: Tensor) -> Tensor:
     return all_reduce(rows(table, ids), "tp", dst=I)
 
 
-def test_region() -> None:
-    table, ids = torch.randn(8, 3), torch.tensor([7, 0, 3])
-    specs: dict[str, Any] = {"in_specs": (P("tp"), P()), "out_specs": P()}
-    f = shard_map(embed, mesh=RANKS, check="global", **specs)
-    torch.testing.assert_close(f(table, ids), table[ids])
-
-    def bare_embed(table: Tensor, ids: Tensor) -> Tensor:
-        return all_reduce(own_rows(table, ids) * axis_index("tp"), "tp", dst=I)
-
-    bare = shard_map(bare_embed, mesh=RANKS, check="global", **specs)
-    with pytest.raises(ShardTypeError, match="wrap code that is per-rank by nature"):
-        bare(table, ids)
-
-
 def test_region_with_wrong_arguments() -> None:
     f = shard_map(
         embed, mesh=MESH, in_specs=(P(None, "tp"), P()), out_specs=P(None, "tp"), check="global"
@@ -446,44 +354,6 @@ def test_numbers_taken_from_tensors() -> None:
 
 
 # --------------------------------------------------------------------------------- examples
-
-
-def test_training_example() -> None:
-    """The model, its gradients and the whole step, optimiser included."""
-    config = model.Config(layers=1)
-    optimizer = make_optimizer(config, 100)
-    specs, tokens = model.specs(config), torch.zeros(8, 65, dtype=torch.int64)
-    params = optree.tree_map(lambda p: p.requires_grad_(), model.init(config))
-    for check in ("local", "global"):
-        body = partial(model.loss, config=config)
-        loss = shard_map(body, mesh=MESH, in_specs=(specs, P("dp")), out_specs=P(), check=check)
-        check_program(loss, params, tokens)
-
-        @shard_map(
-            mesh=MESH,
-            in_specs=(specs, optimizer.specs(specs), P("dp")),
-            out_specs=(specs, optimizer.specs(specs), P()),
-            check=check,
-        )
-        def step(params: Any, state: Any, batch: Tensor) -> Any:
-            loss, grads = value_and_grad(model.loss)(params, batch, config)
-            return *optimizer.update(params, grads, state), loss
-
-        plain = optree.tree_map(lambda p: p.detach(), params)
-        check_program(step, plain, optimizer.init(plain), tokens)
-
-
-def test_torch_layers() -> None:
-    """A block of torch's own modules, sharded by hand over the batch."""
-    block = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
-    names = dict(block.named_parameters())
-
-    def body(params: Any, x: Tensor) -> Tensor:
-        y: Tensor = torch.func.functional_call(block, params, x)
-        return y
-
-    f = shard_map(body, mesh=MESH, in_specs=(P(), P("dp")), out_specs=P("dp"), check="global")
-    check_program(f, names, torch.randn(8, 4, 16))
 
 
 def test_explain_says_what_global_would_say() -> None:

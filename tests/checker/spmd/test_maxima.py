@@ -1,8 +1,6 @@
 """Gradients through maxima over a sharded dim, under global strictness, against one device."""
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Final
 
 import pytest
 import torch
@@ -23,85 +21,8 @@ from shardmap_torch import (
     random,
     shard_map,
 )
-from tests.checker.support.one_device import (
-    AXES,
-    assert_is_one_device,
-    assert_is_refused,
-    numbers,
-)
-from tests.checker.support.softmax_programs import SEEDS, largest, outcome_of, total
-
-VMAP: Final = make_mesh((2, 2), AXES, kind="simulated", simulate="vmap")
-
-X: Final = torch.tensor([[2, 1, 2, 2], [0, 1, 0, 1], [1, 1, 1, 1], [0, 2, 1, 0]]).double()
-"""Logits of which ranks have different numbers of the largest."""
-
-
-def softmax(x: Tensor) -> Tensor:
-    e = torch.exp(x - largest(x))
-    return e / total(e)
-
-
-def attention(x: Tensor) -> Tensor:
-    """Divides late, after the product with the values of all shards."""
-    e = torch.exp((x - largest(x)) / 0.5)
-    values = x[:1].sin().expand(3, -1).T
-    return (all_reduce(e @ values, "a", dst=R) / total(e)).sum(-1, keepdim=True) * x
-
-
-def test_a_maximum_whose_gradient_cancels_out_may_have_it() -> None:
-    spec = P(None, "a", replicate={"b"})
-    assert_is_one_device(attention, (X,), spec, spec, VMAP)
-
-
-def half_detached(x: Tensor) -> Tensor:
-    e = torch.exp(x - largest(x))
-    return e / total(e).detach()
-
-
-def of_two_maxima(x: Tensor) -> Tensor:
-    return torch.exp(x - largest(x)) / total(torch.exp(x - largest(2 * x)))
-
-
-def returned(x: Tensor) -> Tensor:
-    return softmax(x) + largest(x)
-
-
-def without_grad_mode(x: Tensor) -> Tensor:
-    e = torch.exp(x - largest(x))
-    with torch.no_grad():
-        s = total(e)
-    return e / s
-
-
-def gradient_of_one(x: Tensor) -> Tensor:
-    """The gradient of the numerator alone is another one, and flows."""
-    e = torch.exp(x - largest(x))
-    (grad,) = torch.autograd.grad(
-        all_reduce((e / total(e) * x).sum(), "a", dst=I), e, create_graph=True
-    )
-    return grad
-
-
-WRONG: Final = (
-    half_detached,
-    *(of_two_maxima, returned, without_grad_mode, gradient_of_one),
-)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("body", WRONG, ids=lambda body: str(body.__name__))
-def test_a_gradient_of_a_maximum_that_does_not_cancel_is_refused(
-    body: Callable[[Tensor], Tensor],
-) -> None:
-    spec, x = P(None, "a", invariant={"b"}), X.clone().requires_grad_()
-    assert_is_refused(body, (x,), spec, spec, "the maximum or minimum over a sharded dim, from")
-
-
-def test_random_softmaxes_that_are_accepted_equal_one_device() -> None:
-    outcomes = Counter(map(outcome_of, SEEDS))
-    assert not outcomes["wrong"], outcomes
-    assert outcomes["right"] > outcomes["refused"] > 0, outcomes
+from tests.checker.support.one_device import numbers
+from tests.checker.support.softmax_programs import total
 
 
 def beside_a_choice(x: Tensor) -> Tensor:

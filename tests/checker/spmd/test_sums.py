@@ -1,7 +1,6 @@
 """check="global": gradients of means over a rank's part, and other known multiples."""
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any, Final, Literal
 
 import pytest
@@ -25,9 +24,7 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
-from shardmap_torch.checker.spmd.sums import factor_of
 
-aten = torch.ops.aten
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -205,35 +202,6 @@ def test_the_gradient_of_a_gathered_shard_divided_by_the_ranks_is_that_of_one_de
     torch.testing.assert_close(mapped(scattered, 2)(W, X), want)
     with pytest.raises(ShardTypeError, match="it is 2 times that value"):
         mapped(twice_the_gradient_of_shards, 2, out_specs=P(None, "dp"), **specs)(W, X)
-
-
-@pytest.mark.parametrize(
-    ("op", "by", "there", "factor"),
-    [
-        (aten.mul.Tensor, 2, 6, Fraction(1, 3)),
-        (aten.div.Tensor, 1 / 3, 1 / 9, Fraction(1, 3)),
-        (aten.mul_.Tensor, 1e-3 / 7, 1e-3 / 21, Fraction(3)),
-        (aten.mul.Tensor, 0.1, 0.1 + 1e-12, Fraction(0.1) / Fraction(0.1 + 1e-12)),
-        (aten.mul.Tensor, 0, 2, None),
-        (aten.mul.Tensor, float("inf"), 2, None),
-        (aten.mul.Tensor, True, 2, None),
-        (aten.add.Tensor, 1, 2, None),
-        (aten.div.Tensor_mode, 1, 2, None),
-    ],
-)
-def test_the_factor_between_two_numbers(
-    op: Any, by: float, there: float, factor: Fraction | None
-) -> None:
-    found = factor_of(op, {"other": by}, {"other": there}, torch.float64)
-    assert found == (None if factor is None else ("other", factor))
-
-
-@pytest.mark.parametrize("op", [aten.full.default, aten.new_full.default, aten.full_like.default])
-def test_the_factor_between_two_tensors_of_one_number(op: Any) -> None:
-    here, there = {"fill_value": 2.5}, {"fill_value": 5}
-    assert factor_of(op, here, there, torch.float32) == ("fill_value", Fraction(1, 2))
-    assert factor_of(op, here, there, torch.int64) is None  # which holds 2
-    assert factor_of(op, here, there, torch.bool) is None
 
 
 # ----------------------------------------------------------------------------- rounded addends

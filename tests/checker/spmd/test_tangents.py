@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from shardmap_torch import (
-    Function,
     I,
     P,
     R,
     ShardTypeError,
     all_reduce,
-    axis_index,
     check_program,
     convert,
     make_mesh,
@@ -102,67 +100,6 @@ def outcome(mesh: Any, name: str, check: Any) -> Tensor:
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_product_with_a_hessian_is_that_of_one_device(name: str) -> None:
     torch.testing.assert_close(outcome(RANKS, name, "global"), outcome(ONE, name, False))
-
-
-class Clipped(Function):
-    """Clips a gradient by the norm of what a rank has of it."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-
-    @staticmethod
-    def backward(ctx: Any, g: Any) -> Any:
-        return g / (1 + g.square().sum())
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Any) -> Any:
-        return tangent.clone()
-
-
-def first_half(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
-    return total(product(w, v, x.chunk(2)[0]))
-
-
-WRONG: Final[dict[str, tuple[Body, str]]] = {
-    "not summed": (lambda w, v, x: w - product(w, v, x), "once per rank"),
-    "squared before its sum": (
-        lambda w, v, x: total(product(w, v, x).square()),
-        "cannot be applied to a pending sum",
-    ),
-    "summed twice": (
-        lambda w, v, x: total(total(product(w, v, x))),
-        "equal on all ranks|nothing is known",
-    ),
-    "the sum of means": (
-        lambda w, v, x: total(pushed(grad(lambda w: (x @ w).tanh().mean()), w, v)),
-        "nothing is known",
-    ),
-    "along an addend of a direction": (
-        lambda w, v, x: total(product(w, grad(loss)(w, x), x)),
-        "pending sum|Partial|nothing is known",
-    ),
-    "along another direction on each rank": (
-        lambda w, v, x: total(product(w, v * axis_index("a"), x)),
-        "every rank has a value of its own",
-    ),
-    "of half of the rows of each rank": (first_half, "is not what it is on one device"),
-    "through a backward of one's own": (
-        lambda w, v, x: total(pushed(grad(lambda w: loss(Clipped.apply(w), x)), w, v)),
-        "nothing is known|is not what it is on one device",
-    ),
-}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", WRONG)
-def test_a_product_that_is_another_on_one_device_is_refused(name: str) -> None:
-    body, text = WRONG[name]
-    f = shard_map(body, mesh=RANKS, in_specs=OWN, out_specs=P(), check="global")
-    with pytest.raises(ShardTypeError, match=text):
-        check_program(f, *ARGS)
 
 
 def test_forward_mode_through_a_collective_is_refused_with_the_way_out() -> None:

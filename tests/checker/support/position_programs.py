@@ -18,7 +18,6 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from tests.support.fuzzing import FUZZ
 
 _AXES: Final = ("a", "b")
 _SIZES: Final = ((2, 2), (2, 4), (4, 2))
@@ -30,11 +29,6 @@ _SPECS: Final = (
     P(("a", "b")),
     P(None, ("b", "a")),
 )
-
-
-def batches_of_seeds() -> list[range]:
-    """The seeds of each test: 12 in `make test`."""
-    return [range(first, first + 30) for first in range(0, 2100, 30)] if FUZZ else [range(12)]
 
 
 class _Drawn:

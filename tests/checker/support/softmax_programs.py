@@ -12,12 +12,8 @@ from torch import Tensor
 from shardmap_torch import I, Mesh, P, R, ShardTypeError, all_reduce, shard_map
 from tests.checker.support.one_device import ONE, RANKS
 from tests.checker.support.outcomes import outcome
-from tests.support.fuzzing import FUZZ
 
 SPEC = P(None, "a")
-
-SEEDS = range(2000 if FUZZ else 7)
-"""A few programs in `make test`."""
 
 
 def largest(x: Tensor) -> Tensor:

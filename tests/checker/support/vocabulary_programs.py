@@ -11,10 +11,6 @@ from torch.nn import functional
 from shardmap_torch import Mesh, P, R, ShardTypeError, all_reduce, axis_index, axis_size, shard_map
 from tests.checker.support.one_device import ONE, RANKS
 from tests.checker.support.outcomes import outcome
-from tests.support.fuzzing import FUZZ
-
-SEEDS = range(10, 2010 if FUZZ else 17)
-"""A few programs in `make test`."""
 
 TABLE = P("a", invariant={"b"})
 TRANSPOSED = P(None, "a", invariant={"b"})

@@ -2,23 +2,13 @@
 
 import random
 from collections.abc import Callable
-from functools import reduce
 from typing import Final
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import (
-    I,
-    P,
-    ShardMapError,
-    ShardTypeError,
-    all_reduce,
-    axis_index,
-    make_mesh,
-    shard_map,
-)
+from shardmap_torch import I, P, ShardMapError, all_reduce, axis_index, make_mesh, shard_map
 
 Body = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 SPECS: Final = (P(), P("ep"), P("ep"), P(None, "ep"))
@@ -88,57 +78,6 @@ def compare(body: Body, size: int = 2) -> None:
         found.append((y, *(g for g in grads if g is not None)))
     for here, there in zip(*found, strict=True):
         torch.testing.assert_close(here, there)
-
-
-def the_first(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(x @ w[0])
-
-
-def later_ones_without_gradient(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    y = torch.zeros_like(x)
-    for e, a in enumerate(w):
-        with torch.set_grad_enabled(e < 2):
-            y = y + x @ a
-    return total(y)
-
-
-def largest(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(reduce(torch.maximum, [x @ a for a in w]))
-
-
-def dropped(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(sum(torch.nn.functional.dropout(x @ a) for a in w))
-
-
-def own_numbers(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    return total(sum((torch.arange(3) == e)[:, None] * (x @ a) for e, a in enumerate(w)))
-
-
-def each_ranks_detached(x: Tensor, w: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-    """Detaches the first two items of one device, and so all of a rank."""
-    return total(sum((x @ w[e]).detach() if e < 2 else x @ w[e] for e in range(w.shape[0])))
-
-
-WRONG: Final[list[Body]] = [
-    each_ranks_detached,
-    the_first,
-    later_ones_without_gradient,
-    *(largest, dropped, own_numbers),
-]
-
-
-@pytest.mark.parametrize("body", WRONG)
-def test_a_loop_that_means_something_else_on_one_device_is_refused(body: Body) -> None:
-    refuse(body, 2)
-
-
-def refuse(body: Body, size: int) -> None:
-    """Requires that a body is refused."""
-    mesh = make_mesh((size,), ("ep",), kind="abstract")
-    with pytest.raises(ShardTypeError, match="check='global'"):
-        shard_map(body, mesh=mesh, in_specs=SPECS, out_specs=P(), check="global")(
-            X.clone().requires_grad_(), W.clone().requires_grad_(), V, GATES
-        )
 
 
 # ---------------------------------------------------------------------------- random loops
