@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from shardmap_torch import I, P, R, all_gather, all_reduce, axis_index, axis_size
+from shardmap_torch import I, P, R, all_reduce, axis_index, axis_size
 from tests.checker.support.daily import (
     BOTH,
     DP,
@@ -24,24 +24,6 @@ from tests.checker.support.one_device import numbers
 
 PROGRAMS: Final[dict[str, Program]] = {}
 program: Final = registering(PROGRAMS)
-
-
-@program(
-    (
-        numbers(4, 2, 8, 4),
-        numbers(4, 2, 8, 4).sin(),
-        numbers(4, 2, 8, 4).cos(),
-        torch.tensor([[0, 3, 8], [0, 1, 8], [0, 5, 8], [0, 8, 8]]),
-    ),
-    (BOTH, BOTH, BOTH, DP),
-    BOTH,
-)
-def packed(q: Any, k: Any, v: Any, cu: Any) -> Any:
-    t = q.shape[2]
-    pos = torch.arange(t)
-    doc = (pos[None, :, None] >= cu[:, None, :]).sum(-1)
-    mask = (doc[:, :, None] == doc[:, None, :]) & (pos[:, None] >= pos[None, :])
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
 
 
 @program((numbers(4, 8, 4), torch.tensor([0, 3, 5, 8])), (DP, N), DP)
@@ -71,16 +53,6 @@ def alibi(q: Any, k: Any, v: Any) -> Any:
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
-@program((numbers(4, 4, 6, 4), numbers(4, 4, 6, 4).sin(), numbers(4, 4, 6, 4).cos()), BOTH, BOTH)
-def alibi_by_positions(q: Any, k: Any, v: Any) -> Any:
-    h, t = q.shape[1], q.shape[2]
-    head = axis_index("tp") * h + torch.arange(1, h + 1)
-    slopes = 2.0 ** (-8.0 * head / (h * axis_size("tp")))
-    dist = (torch.arange(t)[None, :] - torch.arange(t)[:, None]).clamp(max=0)
-    scores = q @ k.mT / 2 + slopes[:, None, None] * dist
-    return torch.tril(scores).softmax(-1) @ v
-
-
 @program(
     (numbers(4, 2, 8, 4), numbers(4, 2, 8, 4).sin(), numbers(4, 2, 8, 4).cos(), numbers(2)),
     (BOTH, BOTH, BOTH, TP0),
@@ -94,22 +66,6 @@ def sliding_window(q: Any, k: Any, v: Any, sinks: Any) -> Any:
     sink = sinks.view(1, -1, 1, 1).expand(s.shape[0], -1, t, 1)
     w = torch.cat([s, sink], dim=-1).softmax(-1)[..., :-1]
     return w @ v
-
-
-@program(
-    (numbers(4, 8, 6), numbers(6, 6), numbers(6, 6).sin(), numbers(6, 6).cos()),
-    (BOTH, N, N, N),
-    BOTH,
-)
-def context_parallel_gather(x: Any, wq: Any, wk: Any, wv: Any) -> Any:
-    t = x.shape[1]
-    q = x @ wq
-    k, v = all_gather(x @ wk, "tp", dim=1, dst=R), all_gather(x @ wv, "tp", dim=1, dst=R)
-    qpos = axis_index("tp") * t + torch.arange(t)
-    kpos = torch.arange(k.shape[1])
-    s = (q @ k.mT) / math.sqrt(6)
-    s = s.masked_fill(qpos[:, None] < kpos[None], float("-inf"))
-    return functional.softmax(s, dim=-1) @ v
 
 
 @program((numbers(4, 2, 8, 4), numbers(4, 2, 8, 4).sin(), numbers(4, 2, 8, 4).cos()), BOTH, BOTH)

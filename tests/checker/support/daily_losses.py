@@ -8,7 +8,6 @@ from torch.nn import functional
 from shardmap_torch import I, R, all_gather, all_reduce, axis_index, axis_size
 from tests.checker.support.daily import (
     DP,
-    MASK,
     TP0,
     TP1,
     N,
@@ -23,52 +22,6 @@ from tests.checker.support.one_device import numbers
 
 PROGRAMS: Final[dict[str, Program]] = {}
 program: Final = registering(PROGRAMS)
-
-
-def logps(logits: Any, labels: Any, mask: Any) -> Any:
-    logits, labels, mask = logits[:, :-1], labels[:, 1:].clone(), mask[:, 1:]
-    labels[~mask] = 0
-    per = torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2)
-    return (per * mask).sum(-1)
-
-
-@program(
-    (
-        numbers(4, 6, 8),
-        numbers(4, 6, 8).sin(),
-        numbers(4, 6, 8).cos(),
-        numbers(4, 6, 8).tanh(),
-        ids(4, 6),
-        ids(4, 6).flip(1),
-        MASK,
-    ),
-    DP,
-    (N, N),
-)
-def dpo(pc: Any, pr: Any, rc: Any, rr: Any, chosen: Any, rejected: Any, mask: Any) -> Any:
-    pi = logps(pc, chosen, mask) - logps(pr, rejected, mask)
-    ref = logps(rc, chosen, mask) - logps(rr, rejected, mask)
-    logits = pi - ref.detach()
-    loss = -functional.logsigmoid(0.1 * logits) * 0.9 - functional.logsigmoid(-0.1 * logits) * 0.1
-    acc = (logits > 0).double()
-    return mean(loss.mean()), mean(acc.mean())
-
-
-@program(
-    (numbers(4, 6), numbers(4, 6).sin(), numbers(4, 6).cos(), numbers(4, 6).tanh(), MASK), DP, N
-)
-def ppo(logp: Any, old: Any, adv: Any, values: Any, mask: Any) -> Any:
-    m = mask.double()
-    n = total(m.sum())
-    mu = all_reduce((adv * m).sum(), "dp", dst=R) / n
-    var = all_reduce(((adv - mu).square() * m).sum(), "dp", dst=R) / n
-    adv = (adv - mu) * torch.rsqrt(var + 1e-8)
-    ratio = torch.exp(logp - old)
-    pg = torch.max(-adv * ratio, -adv * torch.clamp(ratio, 0.8, 1.2))
-    returns = adv + values.detach()
-    clipped = torch.clamp(values, old - 0.2, old + 0.2)
-    vf = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2)
-    return total(((pg + 0.1 * vf) * m).sum()) / n
 
 
 @program(
@@ -103,65 +56,6 @@ def clip(img: Any, txt: Any, logit_scale: Any) -> Any:
     return mean((functional.cross_entropy(li, labels) + functional.cross_entropy(lt, labels)) / 2)
 
 
-@program((numbers(4, 6), numbers(4, 6).sin()), DP, N)
-def simclr(z1: Any, z2: Any) -> Any:
-    n = z1.shape[0]
-    z1, z2 = functional.normalize(z1, dim=1), functional.normalize(z2, dim=1)
-    a1, a2 = all_gather(z1, "dp", dim=0, dst=R), all_gather(z2, "dp", dim=0, dst=R)
-    labels = torch.arange(n) + axis_index("dp") * n
-    same = functional.one_hot(labels, n * axis_size("dp")).bool()
-    aa = (z1 @ a1.T / 0.5).masked_fill(same, -1e9)
-    ab = z1 @ a2.T / 0.5
-    return mean(functional.cross_entropy(torch.cat([ab, aa], dim=1), labels))
-
-
-@program(
-    (
-        numbers(4, 6, 3, 3),
-        numbers(6),
-        numbers(6).sin(),
-        torch.zeros(6, dtype=torch.float64),
-        torch.ones(6, dtype=torch.float64),
-    ),
-    (DP, N, N, N, N),
-    (DP, N, N),
-)
-def sync_batchnorm(x: Any, w: Any, b: Any, rm: Any, rv: Any) -> Any:
-    stats = torch.cat(
-        [
-            x.sum((0, 2, 3)),
-            x.pow(2).sum((0, 2, 3)),
-            torch.full((1,), x.numel() / x.shape[1], dtype=x.dtype),
-        ]
-    )
-    stats = all_reduce(stats, "dp", dst=R)
-    c = x.shape[1]
-    s, sq, n = stats.split([c, c, 1])
-    m = s / n
-    var = sq / n - m * m
-    y = (x - m[None, :, None, None]) * torch.rsqrt(var + 1e-5)[None, :, None, None]
-    y = y * w[:, None, None] + b[:, None, None]
-    m, var = m.detach(), var.detach()
-    return y, 0.9 * rm + 0.1 * m, 0.9 * rv + 0.1 * var * (n / (n - 1)).detach()
-
-
-@program((numbers(4, 6), numbers(6, 8), ids(4)), (DP, TP1, DP), N)
-def vocab_parallel_smoothed(h: Any, w: Any, t: Any) -> Any:
-    logits = to_r(h) @ w
-    m = all_reduce(logits.detach().amax(-1), "tp", op="max", dst=R)
-    logits = logits - m[:, None]
-    lse = all_reduce(logits.exp().sum(-1), "tp", dst=I).log()
-    n = logits.shape[-1]
-    local = t - axis_index("tp") * n
-    own = (local >= 0) & (local < n)
-    picked = logits.gather(-1, local.clamp(0, n - 1)[:, None]).squeeze(-1)
-    picked = all_reduce(torch.where(own, picked, 0.0), "tp", dst=I)
-    smooth = all_reduce(logits.sum(-1), "tp", dst=I) / (n * axis_size("tp"))
-    nll = lse - 0.9 * picked - 0.1 * smooth
-    z = lse.square()
-    return mean((nll + 1e-4 * z).mean())
-
-
 @program((numbers(4, 6), numbers(6, 8), ids(4)), (DP, TP1, DP), N)
 def z_loss(h: Any, w: Any, t: Any) -> Any:
     logits = to_r(h) @ w
@@ -171,26 +65,6 @@ def z_loss(h: Any, w: Any, t: Any) -> Any:
     hit = t[:, None] == torch.arange(n) + axis_index("tp") * n
     picked = all_reduce((logits * hit).sum(-1), "tp", dst=I)
     return mean((lse - picked + 1e-4 * lse**2).mean())
-
-
-@program((numbers(8, 5), ids(8, n=5)), DP, (N, N, N, N, N), step=True)
-def metrics(logits: Any, y: Any) -> Any:
-    pred = logits.argmax(-1)
-    correct = total((pred == y).sum())
-    count = total(torch.tensor(y.numel()))
-    nll = total(functional.cross_entropy(logits, y, reduction="sum"))
-    conf = torch.zeros(5, 5, dtype=torch.int64)
-    conf.index_put_((y, pred), torch.ones_like(y), accumulate=True)
-    conf = total(conf)
-    tp = conf.diag()
-    iou = tp / (conf.sum(0) + conf.sum(1) - tp).clamp(min=1)
-    return (
-        correct / count,
-        (nll / count).exp(),
-        conf,
-        iou.mean(),
-        2 * tp / (conf.sum(0) + conf.sum(1)).clamp(min=1),
-    )
 
 
 @program((numbers(8, 6), ids(8), numbers(6, 8), numbers(6, 8).sin()), (DP, DP, N, N), N)

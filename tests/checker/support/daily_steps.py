@@ -1,34 +1,12 @@
 """Training steps as people write them, over data and tensor parallel ranks."""
 
-import math
 from typing import Any, Final
 
 import torch
 from torch.nn import functional
 
-from shardmap_torch import (
-    I,
-    R,
-    all_gather,
-    axis_index,
-    convert,
-    grad,
-    reduce_scatter,
-    value_and_grad,
-)
-from tests.checker.support.daily import (
-    DP,
-    TP0,
-    TP1,
-    N,
-    Program,
-    add_tp,
-    ids,
-    mean,
-    registering,
-    to_r,
-    total,
-)
+from shardmap_torch import I, R, all_gather, reduce_scatter, value_and_grad
+from tests.checker.support.daily import DP, N, Program, mean, registering, total
 from tests.checker.support.one_device import numbers
 
 PROGRAMS: Final[dict[str, Program]] = {}
@@ -47,35 +25,6 @@ class MLP(torch.nn.Module):
 
 NET: Final = MLP().double()
 PARAMS: Final = {k: numbers(*v.shape) for k, v in NET.named_parameters()}
-
-
-@program(
-    (
-        numbers(4, 6),
-        numbers(4, 8).sin(),
-        numbers(6, 8),
-        numbers(8, 8),
-        numbers(6, 2),
-        numbers(2, 8),
-        numbers(8, 2),
-        numbers(2, 8),
-    ),
-    (DP, DP, TP1, TP0, N, TP1, TP0, N),
-    (N, (N, TP1, TP0, N)),
-    step=True,
-)
-def lora(x: Any, y: Any, w1: Any, w2: Any, a1: Any, b1: Any, a2: Any, b2: Any) -> Any:
-    def loss(lo: Any) -> Any:
-        a1, b1, a2, b2 = lo
-        h = to_r(x)
-        h = h @ w1 + 2.0 * (h @ convert(a1, "tp", src=I, dst=R)) @ b1
-        h = torch.relu(h)
-        out = add_tp(h @ w2 + 2.0 * (h @ a2) @ convert(b2, "tp", src=I, dst=R))
-        return mean(functional.mse_loss(out, y))
-
-    value, g = value_and_grad(loss)((a1, b1, a2, b2))
-    g = tuple(total(x) for x in g)
-    return value, tuple(p - 0.1 * d for p, d in zip((a1, b1, a2, b2), g, strict=True))
 
 
 @program(
@@ -104,76 +53,6 @@ def loss_scaling(w: Any, x: Any, y: Any, scale: Any, good: Any) -> Any:
     good = torch.where(finite, good + 1, 0)
     scale = torch.where(finite, torch.where(good % 2000 == 0, scale * 2, scale), scale / 2)
     return new, scale, good, value / scale
-
-
-@program(
-    (numbers(6, 8), numbers(8, 6), numbers(6), numbers(8, 6), numbers(8, 6).sin()),
-    (TP1, TP0, N, DP, DP),
-    ((TP1, TP0, N), N, N),
-    step=True,
-)
-def clip_grad_norm(up: Any, down: Any, bias: Any, x: Any, y: Any) -> Any:
-    def loss(p: Any) -> Any:
-        up, down, bias = p
-        return mean((add_tp(functional.silu(to_r(x) @ up) @ down) + bias - y).square().mean())
-
-    params = (up, down, bias)
-    value, g = value_and_grad(loss)(params)
-    g = [total(t) for t in g]
-    sq = add_tp(sum(t.square().sum() for t in g[:2])) + g[2].square().sum()
-    norm = sq.sqrt()
-    coef = torch.clamp(0.5 / (norm + 1e-6), max=1.0)
-    return tuple(p - 0.1 * t * coef for p, t in zip(params, g, strict=True)), norm, value
-
-
-@program(
-    (numbers(3, 6), numbers(6, 1), numbers(8, 6), numbers(8, 3)),
-    (N, N, DP, DP),
-    (N, N, N, N),
-    step=True,
-)
-def gan(g: Any, d: Any, real: Any, z: Any) -> Any:
-    bce = functional.binary_cross_entropy_with_logits
-
-    def d_loss(d: Any) -> Any:
-        fake = (z @ g).tanh().detach()
-        r, f = real @ d, fake @ d
-        return mean((bce(r, torch.ones_like(r)) + bce(f, torch.zeros_like(f))) / 2)
-
-    ld, grad_d = value_and_grad(d_loss)(d)
-    d = d - 0.1 * total(grad_d)
-
-    def g_loss(g: Any) -> Any:
-        f = (z @ g).tanh() @ d
-        return mean(bce(f, torch.ones_like(f)))
-
-    lg, grad_g = value_and_grad(g_loss)(g)
-    return g - 0.1 * total(grad_g), d, ld, lg
-
-
-@program(
-    (
-        numbers(6, 4),
-        torch.zeros(6, 4, dtype=torch.float64),
-        torch.zeros(6, 4, dtype=torch.float64),
-        torch.tensor(0),
-        numbers(8, 6),
-        numbers(8, 4),
-    ),
-    (N, N, N, N, DP, DP),
-    (N, N, N, N, N),
-    step=True,
-)
-def adam(w: Any, m: Any, v: Any, t: Any, x: Any, y: Any) -> Any:
-    value, g = value_and_grad(lambda w: mean(functional.huber_loss(x @ w, y)))(w)
-    g = total(g)
-    t = t + 1
-    lr = 0.1 * torch.where(t < 10, t / 10, 0.5 * (1 + torch.cos(math.pi * (t - 10) / 90)))
-    m = 0.9 * m + 0.1 * g
-    v = 0.95 * v + 0.05 * g * g
-    mhat, vhat = m / (1 - 0.9**t), v / (1 - 0.95**t)
-    w = w * (1 - lr * 0.01) - lr * mhat / (vhat.sqrt() + 1e-8)
-    return w, m, v, t, value
 
 
 @program(
@@ -208,21 +87,6 @@ def fsdp_flat(x: Any, y: Any, flat: Any) -> Any:
     value, g = value_and_grad(loss)(full)
     g = reduce_scatter(g, "dp", dim=0, op="mean")
     return flat - 0.1 * g, mean(value)
-
-
-@program(
-    (numbers(8, 6), numbers(8, 4), numbers(6, 4), torch.zeros(6, 4, dtype=torch.float64)),
-    (DP, DP, N, DP),
-    (N, DP),
-    step=True,
-)
-def zero1(x: Any, y: Any, w: Any, m: Any) -> Any:
-    g = grad(lambda w: functional.mse_loss(x @ w, y))(w)
-    g = reduce_scatter(g, "dp", dim=0, op="mean")
-    m = 0.9 * m + g
-    n = m.shape[0]
-    mine = torch.narrow(w, 0, axis_index("dp") * n, n)
-    return all_gather(mine - 0.1 * m, "dp", dim=0, dst=I), m
 
 
 @program(
@@ -276,22 +140,3 @@ def wgan_gp(d1: Any, d2: Any, real: Any, fake: Any, alpha: Any) -> Any:
 
     value, g = value_and_grad(loss)((d1, d2))
     return value, total(g[0]), total(g[1])
-
-
-@program((PARAMS, PARAMS, numbers(8, 6), ids(8, n=4)), (N, N, DP, DP), (N, N, N), step=True)
-def ema_two_microbatches(params: Any, ema: Any, x: Any, y: Any) -> Any:
-    grads = {k: torch.zeros_like(v) for k, v in params.items()}
-    losses = []
-    for xb, yb in zip(x.chunk(2), y.chunk(2), strict=True):
-
-        def loss(p: Any, xb: Any = xb, yb: Any = yb) -> Any:
-            return functional.cross_entropy(torch.func.functional_call(NET, p, (xb,)), yb) / 2
-
-        value, g = value_and_grad(loss)(params)
-        grads = {k: grads[k] + g[k] for k in g}
-        losses.append(value)
-    grads = {k: mean(v) for k, v in grads.items()}
-    norm = torch.nn.utils.get_total_norm(grads.values())
-    params = {k: params[k] - 0.1 * grads[k] / (norm + 1e-6).clamp(min=1.0) for k in params}
-    ema = {k: torch.lerp(ema[k], params[k], 0.01) for k in ema}
-    return params, ema, mean(sum(losses))

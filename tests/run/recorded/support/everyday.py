@@ -18,7 +18,7 @@ PROGRAMS: Final[Mapping[str, Program]] = {
     **daily_losses.PROGRAMS,
     **daily_steps.PROGRAMS,
 }
-RANK_BY_RANK: Final = ("experts_capacity", "dpo", "metrics", "zero1", "gp_autograd")
+RANK_BY_RANK: Final = ("experts_capacity", "gp_autograd")
 """Programs that simulated ranks run one by one, and so by themselves."""
 REFUSED: Final = {
     "gp_autograd": "no graph for autograd",
