@@ -124,15 +124,6 @@ def test_func_grad_from_outside_gives_the_gradients_without(strategy: Strategy) 
     )
 
 
-@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
-def test_vjp_gives_the_gradients_after_its_level_has_ended(strategy: Strategy) -> None:
-    def compute(call: Call) -> Any:
-        y, pull = torch.func.vjp(model(call, simulated(strategy)), *OPERANDS)  # type: ignore[misc]
-        return pull(torch.cos(y))
-
-    same(compute)
-
-
 TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
     "grad of grad": lambda f: torch.func.grad(
         lambda x: (torch.func.grad(loss_of(f))(x, UP, DOWN) ** 2).sum()
@@ -182,26 +173,6 @@ def test_backward_runs_on_another_thread() -> None:
     same(compute)
 
 
-def test_it_works_outside_of_any_body() -> None:
-    def compute(call: Call) -> Any:
-        def loss(x: Tensor, up: Tensor) -> Tensor:
-            hidden: Tensor = call(lambda x, up: torch.tanh(x @ up), x, up)
-            return (hidden**2).sum()
-
-        return twice(loss, (X, UP))
-
-    same(compute)
-
-
-def test_a_function_that_calls_a_shard_mapped_one_is_recomputed_as_a_whole() -> None:
-    def compute(call: Call) -> Any:
-        leaves = leaves_of(OPERANDS)
-        y = call(model(plainly, simulated("vmap")), *leaves)
-        return torch.autograd.grad((y**2).sum(), leaves)
-
-    same(compute)
-
-
 # ------------------------------------------------------------------- transforms in the body
 
 
@@ -230,27 +201,6 @@ def gradients_inside(call: Call, mesh: Mesh) -> Any:
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
 def test_func_grad_inside_the_body_gives_the_gradients_without(strategy: Strategy) -> None:
     same(lambda call: gradients_inside(call, simulated(strategy)))
-
-
-@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
-def test_second_derivatives_inside_the_body_are_those_without(strategy: Strategy) -> None:
-    def compute(call: Call) -> Any:
-        @shard_map(
-            mesh=simulated(strategy), in_specs=(P("dp"), P("tp")), out_specs=P("tp"), check=False
-        )
-        def step(x: Tensor, w: Tensor) -> Tensor:
-            def loss(w: Tensor) -> Tensor:
-                w = convert(w, "dp", src=I, dst=R)
-                y = call(lambda x, w: torch.tanh(x.sum() * w), x, w)
-                total: Tensor = all_reduce((y**3).sum(), "dp", dst=I)
-                return total
-
-            second: Tensor = torch.func.grad(lambda w: (torch.func.grad(loss)(w) ** 2).sum())(w)
-            return second
-
-        return step(torch.arange(4.0).double(), torch.arange(4.0).double())
-
-    same(compute)
 
 
 @pytest.mark.parametrize(
@@ -300,22 +250,6 @@ def test_a_gradient_in_the_body_is_no_sum_over_ranks_where_one_outside_is_taken_
             return own
 
         return run(X.clone().requires_grad_()).detach()
-
-    same(compute)
-
-
-def test_vmap_inside_the_body_passes_through() -> None:
-    def compute(call: Call) -> Any:
-        @shard_map(mesh=simulated("vmap"), in_specs=P("dp"), out_specs=P("dp"), check=False)
-        def run(x: Tensor) -> Tensor:
-            def one(row: Tensor) -> Tensor:
-                total: Tensor = call(lambda row: all_reduce(torch.sin(row), "dp", dst=R), row)
-                return (total * row).sum()
-
-            grads: Tensor = torch.func.vmap(torch.func.grad(one))(x)
-            return grads
-
-        return run(X)
 
     same(compute)
 
@@ -411,17 +345,6 @@ def test_without_gradients_the_function_is_just_called() -> None:
         y = checkpoint(torch.sin, torch.ones(2, requires_grad=True))
     assert y.grad_fn is None
     assert checkpoint(torch.sin, torch.ones(2)).grad_fn is None
-
-
-def test_an_argument_passed_twice_and_returned_gets_the_whole_gradient() -> None:
-    def compute(call: Call) -> Any:
-        x = torch.arange(3.0, requires_grad=True)
-        y, z, n = call(lambda a, b: (a * b, a, torch.argmax(a)), x, x)
-        assert n.item() == 2
-        assert not n.requires_grad
-        return torch.autograd.grad((y * z).sum(), x)
-
-    same(compute)
 
 
 def test_keyword_and_static_arguments_reach_the_function() -> None:

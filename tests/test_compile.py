@@ -24,7 +24,6 @@ from shardmap_torch import (
     broadcast,
     convert,
     full,
-    lax,
     make_mesh,
     ppermute,
     reduce_scatter,
@@ -158,15 +157,6 @@ def test_a_compiled_function_has_the_values_and_gradients_of_the_eager_one(
                 assert "_c10d_functional.wait_tensor" in code
 
 
-@pytest.mark.fuzz  # 20 s; nothing here depends on the backend
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("body", [mlp, sequence_parallel_mlp, passed_on, told])
-def test_inductor_has_the_values_and_gradients_of_the_eager_function(
-    gloo: Gloo, body: Body
-) -> None:
-    assert gloo(2).run(compare, body, "inductor", timeout=240) == [[]] * 2
-
-
 def refused_wrong_spec(fullgraph: bool) -> str:
     """The error of a compiled first call whose gradient would differ between the ranks."""
     torch._dynamo.reset()
@@ -194,77 +184,6 @@ def test_a_compiled_call_is_checked_before_it_runs(gloo: Gloo, fullgraph: bool) 
             "ranks and never be summed."
         )
         assert "accepted also by check='global': replicate={'tp'} in the spec of input x" in text
-
-
-def ends_in_replicate(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    return all_reduce(torch.relu(x @ w1) @ w2, "tp", dst=R)
-
-
-def infers_as_eager() -> list[float]:
-    """Specs that leave all to the checker: the type of x, and the conversion of the result."""
-    torch._dynamo.reset()
-    mesh = make_mesh((2,), ("tp",), kind="process_group")
-    f = shard_map(ends_in_replicate, mesh=mesh, in_specs=(P(), *WEIGHTS), out_specs=P())
-    x, w1, w2 = operands(mlp)
-
-    def alone(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return torch.relu(x @ w1) @ w2
-
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
-    expected = value_and_gradients(alone, [x, w1, w2])
-    found = value_and_gradients(compiled, [x, w1, w2])
-    return [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
-
-
-def test_a_compiled_call_has_the_casts_that_the_checker_infers(gloo: Gloo) -> None:
-    for differences in gloo(2).run(infers_as_eager, timeout=120):
-        assert len(differences) == 4
-        assert max(differences) < 1e-10
-
-
-def returned(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, x[:2].t()
-
-
-def written_results() -> list[list[float]]:
-    """Arguments after their function's results were written to: eager, and compiled."""
-    mesh = make_mesh((2,), ("tp",), kind="process_group")
-    found = []
-    for check in (True, False):
-        f = shard_map(returned, mesh=mesh, in_specs=P(invariant="tp"), out_specs=P(), check=check)
-        for g in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
-            torch._dynamo.reset()
-            x = torch.zeros(2)
-            for y in g(x):
-                y.add_(1)
-            found.append(x.tolist())
-    return found
-
-
-def test_results_share_no_memory_with_arguments_compiled_or_not(gloo: Gloo) -> None:
-    assert gloo(2).run(written_results, timeout=120) == [[[0.0, 0.0]] * 4] * 2
-
-
-def recompiled() -> list[int]:
-    """Counts compilations: one for each size, and static number."""
-    torch._dynamo.reset()
-    mesh = make_mesh((2,), ("tp",), kind="process_group")
-
-    def scaled(x: Tensor, by: float) -> Tensor:
-        return all_reduce(x.sin() * by, "tp", dst=R)
-
-    f = shard_map(scaled, mesh=mesh, in_specs=(X, None), out_specs=P())
-    counter = torch._dynamo.testing.CompileCounter()
-    compiled, counts = torch.compile(f, backend=counter, fullgraph=True), []
-    for size, by in ((2, 0.5), (2, 0.25), (4, 0.25), (2, 0.5), (4, 0.25)):
-        x = torch.ones(size)
-        torch.testing.assert_close(compiled(x, by), f(x, by))
-        counts.append(counter.frame_count)
-    return counts
-
-
-def test_a_compiled_call_is_checked_anew_for_other_sizes_and_numbers_only(gloo: Gloo) -> None:
-    assert gloo(2).run(recompiled, timeout=120) == [[1, 2, 3, 3, 3]] * 2
 
 
 def dropped(x: Tensor) -> Tensor:
@@ -320,39 +239,6 @@ def test_what_uncompiled_runs_alone_can_compare_is_not_compiled(
         "uncompiled, or write its types and pass check=False."
     )
     assert (is_equal, num_graphs) == (True, 0)
-
-
-def summed_by_lax() -> list[float]:
-    """lax.psum of a value that is equal on all ranks: its cast is one of the checker's."""
-    torch._dynamo.reset()
-    mesh = make_mesh((2,), ("tp",), kind="process_group")
-
-    def local(x: Tensor) -> Tensor:
-        return lax.psum(x.sin(), "tp")
-
-    f = shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())
-    expected = value_and_gradients(f, operands(summed))
-    found = value_and_gradients(
-        torch.compile(f, backend="aot_eager", fullgraph=True), operands(summed)
-    )
-    return [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
-
-
-def test_casts_of_lax_are_the_same_compiled(gloo: Gloo) -> None:
-    assert gloo(2).run(summed_by_lax, timeout=120) == [[0.0, 0.0]] * 2
-
-
-def dtensors(body: Body) -> int:
-    torch._dynamo.reset()
-    f, xs = mapped(body), operands(body)
-    eager = full(f(*xs))
-    compiled = full(torch.compile(f, backend="aot_eager", fullgraph=True)(*xs))
-    torch.testing.assert_close(compiled, eager, rtol=1e-10, atol=1e-10)
-    return int(isinstance(torch.compile(f, backend="aot_eager", fullgraph=True)(*xs), DTensor))
-
-
-def test_a_compiled_function_returns_dtensors(gloo: Gloo) -> None:
-    assert gloo(2).run(dtensors, sequence_parallel_mlp, timeout=120) == [1, 1]
 
 
 def placed_otherwise() -> list[list[Tensor]]:
@@ -422,24 +308,6 @@ def test_compiling_under_a_functorch_transform_is_refused(
             "in a checked body, with respect to what does not require gradients, by grad, "
             "value_and_grad or vjp of shardmap_torch; or do not compile." in text
         )
-
-
-def mismatch() -> str:
-    f = mapped(summed)
-    torch._dynamo.reset()
-    try:
-        torch.compile(f, backend="eager", fullgraph=True)(torch.ones(3))
-    except Exception as error:
-        return str(error)
-    return "accepted"
-
-
-def test_a_compiled_call_names_the_arguments_that_do_not_fit(gloo: Gloo) -> None:
-    for text in gloo(2).run(mismatch, timeout=120):
-        assert (
-            "summed: the arguments do not match in_specs on the process_group mesh (tp=2)" in text
-        )
-        assert "x: dim 0 has size 3, which does not divide over 'tp' = 2 ranks" in text
 
 
 def other_programs() -> tuple[str, float]:

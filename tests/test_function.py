@@ -156,15 +156,6 @@ def test_the_form_without_setup_context_gives_them_too_where_ranks_run_by_themse
     same(lambda gathered: gradients(loss_of(model(gathered, simulated("ranks")))), old)
 
 
-@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
-def test_func_grad_gives_the_derived_gradients(strategy: Strategy) -> None:
-    same(
-        lambda gathered: torch.func.grad(
-            loss_of(model(gathered, simulated(strategy))), argnums=(0, 1)
-        )(X, W)
-    )
-
-
 TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
     "create_graph": lambda f: gradients(loss_of(f), create_graph=True),
     "jacrev": lambda f: torch.func.jacrev(f, argnums=(0, 1))(X, W),
@@ -198,19 +189,6 @@ def test_func_grad_in_the_body_gives_the_derived_gradients(strategy: Strategy) -
             return grads
 
         return run(X, W)
-
-    same(compute)
-
-
-def test_backward_runs_on_another_thread() -> None:
-    def compute(gathered: Gathered) -> Any:
-        results: list[Any] = []
-        leaves = [X.clone().requires_grad_(), W.clone().requires_grad_()]
-        loss = loss_of(model(gathered, simulated("vmap")))(*leaves)
-        thread = threading.Thread(target=lambda: results.append(torch.autograd.grad(loss, leaves)))
-        thread.start()
-        thread.join()
-        return results
 
     same(compute)
 

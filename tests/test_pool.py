@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +57,6 @@ def raise_before_collective(rank: int) -> None:
     dist.barrier()
 
 
-def raise_everywhere() -> None:
-    raise LookupError(f"nothing on {dist.get_rank()}")
-
-
 def die_on(rank: int) -> None:
     print("last words")
     if dist.get_rank() == rank:
@@ -86,10 +81,6 @@ def global_state() -> tuple[torch.dtype, bool, float, int]:
     return (*state, torch.get_num_threads())
 
 
-def warn() -> None:
-    warnings.warn("mind the gap", UserWarning, stacklevel=1)
-
-
 def unpicklable(rank: int) -> object:
     return (lambda: None) if dist.get_rank() == rank else None
 
@@ -108,14 +99,6 @@ def test_a_run_does_not_see_the_state_an_earlier_one_left(pool: Pool) -> None:
     assert before[0] == before[1]
 
 
-def test_expected_errors_are_returned_in_rank_order(pool: Pool) -> None:
-    errors = pool.run(raise_everywhere, expect_error=True)
-    assert [(error.kind, error.text) for error in errors] == [
-        ("LookupError", "nothing on 0"),
-        ("LookupError", "nothing on 1"),
-    ]
-
-
 FAILURES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "raises": (
         raise_on,
@@ -132,7 +115,6 @@ FAILURES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         {},
         ["ValueError: left", "rank 0 of 2 did not answer in time", "in raise_before_collective"],
     ),
-    "does not raise": (raise_on, {"expect_error": True}, ["rank 0 of 2 returned normally"]),
     "dies": (
         die_on,
         {},
@@ -164,27 +146,6 @@ def test_a_failure_of_rank_1_is_told_within_seconds_and_leaves_nothing(
     assert [text for text in texts if text not in str(failure.value)] == []
     assert set(pool.run(process_id)).isdisjoint(before)
     assert pool.run(rank_times, Scaled(2)) == [Scaled(0), Scaled(2)]
-
-
-def test_an_interrupted_run_leaves_no_answer_for_the_next_one(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    pool.run(process_id)
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.support.pool.wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            pool.run(process_id)
-    assert pool.run(rank_times, Scaled(2)) == [Scaled(0), Scaled(2)]
-
-
-def test_workers_warn_as_the_test_does(pool: Pool) -> None:
-    assert [error.kind for error in pool.run(warn, expect_error=True)] == ["UserWarning"] * 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert pool.run(warn) == [None, None]
 
 
 def leave_threads(count: int) -> int:

@@ -381,37 +381,6 @@ def test_rank_threads_refuse_a_closure_that_an_outer_transform_tracks() -> None:
     )
 
 
-class Scaled:
-    """A body that finds its weight in an attribute."""
-
-    w: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return all_reduce((x * self.w).sum(), "tp", dst=I)
-
-
-BODIES: dict[str, Callable[[Scaled], Callable[[Tensor], Tensor]]] = {
-    "callable object": lambda scaled: scaled,
-    "bound method": lambda scaled: scaled.__call__,
-    "attribute of a closure": lambda scaled: lambda x: scaled(x),
-}
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_rank_threads_refuse_such_a_tensor_in_an_attribute(name: str) -> None:
-    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
-
-    def loss(w: Tensor) -> Tensor:
-        scaled = Scaled()
-        scaled.w = w
-        body = BODIES[name](scaled)
-        out: Tensor = shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P())(X)
-        return out
-
-    with pytest.raises(TransformError, match="the body closes over a tensor that a torch"):
-        torch.func.grad(loss)(torch.tensor(2.0).double())
-
-
 def losses_on(mesh: Mesh, check: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """A loss whose body closes over its weights, in a dict and by another function; and by hand."""
 
@@ -492,20 +461,6 @@ def nested(mesh: Mesh) -> None:
 @ON_EVERY_MESH
 def test_an_inner_shard_map_binds_the_axes_that_are_left(kind: str, gloo: Gloo) -> None:
     run_on(kind, nested, gloo, (2, 2), ("dp", "tp"))
-
-
-def subset(mesh: Mesh) -> None:
-    f = shard_map(
-        body, mesh=mesh, in_specs=(P("tp"), P(replicate="tp")), out_specs=P(), axis_names={"tp"}
-    )
-    same(f(X, W), reference(X, W))
-    grad = torch.func.grad(f, argnums=(0, 1))
-    same(grad(X, W), torch.func.grad(reference, argnums=(0, 1))(X, W))
-
-
-@ON_EVERY_MESH
-def test_values_are_whole_over_axes_that_are_not_bound(kind: str, gloo: Gloo) -> None:
-    run_on(kind, subset, gloo, (2, 2), ("dp", "tp"))
 
 
 def ambient(mesh: Mesh) -> None:

@@ -18,7 +18,6 @@ from shardmap_torch import (
     R,
     ShardTypeError,
     TransformError,
-    all_gather,
     all_reduce,
     convert,
     full,
@@ -177,15 +176,6 @@ def test_a_closed_over_tensor_that_begins_to_require_a_gradient_gets_one() -> No
     assert second == 6.0
 
 
-@pytest.mark.parametrize("strategy", ["vmap", "ranks"])
-def test_nested_gradients_in_a_body_are_second_derivatives(strategy: Any) -> None:
-    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate=strategy)
-    hessian = shard_map(
-        lambda w, x: grad(grad(cubed))(w, x), mesh=mesh, in_specs=(P(), P("dp")), out_specs=P()
-    )
-    torch.testing.assert_close(hessian(torch.tensor(2.0), torch.arange(4.0)), torch.tensor(72.0))
-
-
 def test_outside_of_a_body_nested_gradients_are_right() -> None:
     x, w = torch.tensor(2.0), torch.tensor(3.0, requires_grad=True)
     assert grad(grad(lambda x: x**3))(x) == 12.0
@@ -277,18 +267,6 @@ def test_an_unreduced_gradient_is_refused_with_the_words_of_torch_func() -> None
         return str(error.value)
 
     assert text(grad(replicated)) == text(torch.func.grad(replicated))
-
-
-def test_a_gathered_value_is_differentiated_as_under_torch_func() -> None:
-    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
-
-    def f(w: Tensor) -> Tensor:
-        return all_gather(w, "tp", dst=I).square().sum()
-
-    w = random(4)
-    ours = shard_map(grad(f), mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
-    theirs = shard_map(torch.func.grad(f), mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
-    torch.testing.assert_close(ours(w), theirs(w), rtol=0, atol=0)
 
 
 def identity(x: Any) -> Any:

@@ -11,9 +11,6 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
-from examples.gpt.model import Config, init, specs
-from examples.gpt.optim import make_optimizer
-from examples.gpt.step import sharded_step
 from shardmap_torch import (
     I,
     P,
@@ -28,7 +25,6 @@ from shardmap_torch import (
     value_and_grad,
     vjp,
 )
-from shardmap_torch.optim import Optimizer, adamw, zero
 from tests.support.fuzzing import sampled, sized
 from tests.support.pool import Gloo
 
@@ -162,75 +158,3 @@ def test_a_compiled_step_that_is_wrong_or_cannot_be_compiled_is_refused(
 ) -> None:
     for found in gloo(2).run(refusal, body, check, enabled, timeout=120):
         assert found.startswith(text)
-
-
-def optimizer() -> Optimizer:
-    decays = {"w1": True, "w2": True, "scale": False}
-    return zero(adamw(0.1, decays=decays, weight_decay=0.1), SPECS, SPECS, "dp", max_norm=1.0)
-
-
-def summed(p: Params, x: Tensor) -> Tensor:
-    return all_reduce(loss(p, x), "dp", dst=I)
-
-
-def trained(in_place: bool) -> float:
-    """Steps with clipped gradients and AdamW, compiled by inductor and eager, from one start."""
-    torch._dynamo.reset()
-    mesh, adam = make_mesh((1, 2), ("dp", "tp")), optimizer()
-    lies = SPECS, adam.specs(SPECS), P("dp")
-
-    def step(p: Params, state: Any, x: Tensor) -> tuple[Params, Any, Tensor]:
-        value, grads = value_and_grad(summed)(p, x)
-        p, state = adam.update(p, grads, state)
-        return p, state, value
-
-    f = shard_map(step, mesh=mesh, in_specs=lies, out_specs=(*lies[:2], P()))
-
-    def overwriting(p: Params, state: Any, x: Tensor) -> tuple[Params, Any, Tensor]:
-        new, new_state, value = f(p, state, x)
-        for name, leaf in p.items():
-            leaf.copy_(new[name])
-        return p, new_state, value
-
-    compiled = torch.compile(overwriting if in_place else f, fullgraph=True)
-    expected = device_put(params(), mesh, SPECS)
-    p = {k: x.clone() for k, x in expected.items()}
-    state = moments = device_put(adam.init(params()), mesh, lies[1])
-    for _ in range(3):
-        p, state, _ = compiled(p, state, batch(4))
-        expected, moments, _ = f(expected, moments, batch(4))
-    found: Any = (p, state)
-    correct: Any = (expected, moments)
-    pairs = zip(optree.tree_leaves(found), optree.tree_leaves(correct), strict=True)
-    return max(float((full(a) - full(b)).abs().max()) for a, b in pairs)
-
-
-@pytest.mark.fuzz
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("in_place", [False, True])
-def test_inductor_trains_with_adamw_as_eager_code_does(gloo: Gloo, in_place: bool) -> None:
-    for difference in gloo(2).run(trained, in_place, timeout=600):
-        assert difference < 1e-9
-
-
-def gpt_compiled() -> float:
-    """Steps of examples/gpt, compiled and eager, from one start: how far apart they end."""
-    torch._dynamo.reset()
-    config = Config(vocabulary=32, length=8, width=16, heads=4, hidden=24, layers=1)
-    mesh, adam, lies = make_mesh((1, 2), ("dp", "tp")), make_optimizer(config, 10), specs(config)
-    start = init(config, 0, torch.float64)
-    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))
-    f, ends = sharded_step(mesh, config, adam), []
-    for step in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
-        p = device_put(start, mesh, lies)
-        state = device_put(adam.init(start), mesh, adam.specs(lies))
-        for _ in range(2):
-            p, state, value = step(p, state, tokens)
-        ends.append([*optree.tree_leaves(p), *optree.tree_leaves(state), value])
-    return max(float((full(a) - full(b)).abs().max()) for a, b in zip(*ends, strict=True))
-
-
-@pytest.mark.fuzz  # 30 s; batched, it runs in tests/run/test_vmap_compiled.py
-def test_the_step_of_the_gpt_example_compiles_and_is_the_eager_one(gloo: Gloo) -> None:
-    for difference in gloo(2).run(gpt_compiled, timeout=900):
-        assert difference < 1e-12

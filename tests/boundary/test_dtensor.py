@@ -58,27 +58,6 @@ LAYOUTS: list[tuple[P, tuple[Placement, ...]]] = [
 ]
 
 
-def every_pair_of_layouts(mesh: Mesh) -> None:
-    x = random((4, 8), 0)
-    for _, given in LAYOUTS:
-        for spec, wanted in LAYOUTS:
-            leaf = place(mesh, x, *given).detach().requires_grad_()
-            y = identity(mesh, spec)(leaf)
-            same(y, x)
-            assert isinstance(y, DTensor) == bool(spec.sharded_dims)
-            if isinstance(y, DTensor):
-                assert y.placements == wanted
-                y = y.full_tensor()
-            (y * x).sum().backward()
-            assert isinstance(leaf.grad, DTensor)
-            assert leaf.grad.placements == given
-            same(leaf.grad, x)
-
-
-def test_a_dtensor_is_redistributed_and_its_gradient_lies_as_it_does(gloo: Gloo) -> None:
-    run_on("gloo", every_pair_of_layouts, gloo, **GRID)
-
-
 def under_functional_grad(mesh: Mesh) -> None:
     x = random((4, 8), 0)
     for _, given in LAYOUTS:

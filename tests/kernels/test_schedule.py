@@ -12,7 +12,6 @@ from shardmap_torch.kernels.schedule import (
     SCHEDULES,
     Await,
     Chunk,
-    Combine,
     Instruction,
     Message,
     Multiply,
@@ -20,9 +19,7 @@ from shardmap_torch.kernels.schedule import (
     Program,
     Send,
     chunk_rows,
-    num_tags,
     split,
-    tag,
 )
 
 SIZES = {*itertools.product(range(1, 17), (1, 3))}
@@ -89,27 +86,6 @@ def test_every_rank_multiplies_every_chunk_exactly_once(run: Run) -> None:
 
 
 @of(*SCHEDULES)
-def test_every_message_is_sent_posted_and_awaited_exactly_once(run: Run) -> None:
-    per_rank = run.programs
-    sent = Counter(m for program in per_rank for m in messages(program, Send))
-    posted = Counter(m for program in per_rank for m in messages(program, Post))
-    awaited = Counter(m for program in per_rank for m in messages(program, Await))
-    assert sent == posted == awaited
-    assert set(sent.values()) <= {1}
-    for rank, program in enumerate(per_rank):
-        assert all(m.source == rank != m.target for m in messages(program, Send))
-        assert all(m.target == rank for m in messages(program, Post))
-
-
-@of(*SCHEDULES)
-def test_tags_are_unique_for_a_pair_of_ranks_and_within_the_reserved_range(run: Run) -> None:
-    sent = [m for program in run.programs for m in messages(program, Send)]
-    tags = [(m.source, m.target, tag(m, run.num_parts)) for m in sent]
-    assert len(set(tags)) == len(tags)
-    assert all(0 <= number < num_tags(run.num_ranks, run.num_parts) for _, _, number in tags)
-
-
-@of(*SCHEDULES)
 def test_all_receives_are_posted_before_the_first_send(run: Run) -> None:
     for program in run.programs:
         kinds = [type(i) for i in program.instructions if isinstance(i, Post | Send)]
@@ -153,90 +129,6 @@ def test_no_order_of_waits_deadlocks_even_when_sends_block(run: Run) -> None:
     per_rank = run.programs
     ran = sum(1 for _ in blocking_order(per_rank))
     assert ran == sum(len(program.instructions) for program in per_rank)
-
-
-@of("gather/ring")
-def test_a_gathered_chunk_is_used_only_after_it_arrived(run: Run) -> None:
-    for rank, program in enumerate(run.programs):
-        held = {chunk for chunk in run.chunks if chunk.owner == rank}
-        for instruction in program.instructions:
-            if isinstance(instruction, Await):
-                held.add(instruction.message.chunk)
-            if isinstance(instruction, Multiply):
-                assert instruction.chunk in held
-            if isinstance(instruction, Send):
-                assert instruction.message.chunk in held
-
-
-Addends = dict[Chunk, set[int]]
-
-
-@of("scatter/direct", "reduce/direct")
-def test_every_sum_holds_the_addend_of_every_rank_exactly_once(run: Run) -> None:
-    """Runs the programs on sets of ranks in place of tensors; a repeated addend would overlap."""
-    per_rank = run.programs
-    sums: list[Addends] = [{} for _ in per_rank]
-    arrived: list[dict[Chunk, list[set[int]]]] = [{} for _ in per_rank]
-    in_flight: dict[Message, set[int]] = {}
-    for rank, instruction in blocking_order(per_rank):
-        match instruction:
-            case Multiply(chunk):
-                sums[rank][chunk] = {rank}
-            case Send(message):
-                in_flight[message] = set(sums[rank][message.chunk])
-            case Await(message):
-                arrived[rank].setdefault(message.chunk, []).append(in_flight[message])
-            case Combine(chunk):
-                for addend in arrived[rank].pop(chunk, []):
-                    assert not sums[rank][chunk] & addend
-                    sums[rank][chunk] |= addend
-    everyone = set(range(run.num_ranks))
-    for rank, own in enumerate(sums):
-        assert all(own[chunk] == everyone for chunk in own if chunk.owner == rank)
-
-
-@of("reduce/direct", "sum/direct")
-def test_an_all_reduce_delivers_every_finished_chunk_to_every_rank(run: Run) -> None:
-    for rank, program in enumerate(run.programs):
-        finished = {m.chunk for m in messages(program, Await) if m.chunk.owner != rank}
-        assert len(finished) == (run.num_ranks - 1) * run.num_parts
-        combined: set[Chunk] = set()
-        for instruction in program.instructions:
-            if isinstance(instruction, Combine):
-                combined.add(instruction.chunk)
-            if isinstance(instruction, Send) and instruction.message.chunk.owner == rank:
-                assert instruction.message.chunk in combined
-
-
-@of("sum/direct")
-def test_a_sum_is_multiplied_only_when_it_holds_every_addend(run: Run) -> None:
-    per_rank = run.programs
-    heard: dict[Chunk, set[int]] = {}
-    for rank, instruction in blocking_order(per_rank):
-        match instruction:
-            case Send(Message(source, _, chunk)) if chunk.owner == source:
-                assert heard[chunk] == set(range(run.num_ranks))  # A sum is sent once it is whole.
-            case Await(Message(source, _, chunk)) if chunk.owner == rank:
-                heard.setdefault(chunk, {rank}).add(source)
-            case Combine(chunk):
-                assert chunk.owner == rank
-                assert heard.setdefault(chunk, {rank}) == set(range(run.num_ranks))
-            case Multiply(chunk):
-                assert heard[chunk] == set(range(run.num_ranks))
-
-
-@of("sum/direct")
-def test_a_sum_is_multiplied_only_where_it_has_arrived(run: Run) -> None:
-    for program in run.programs:
-        here: set[Chunk] = set()
-        for instruction in program.instructions:
-            match instruction:
-                case Combine(chunk):
-                    here.add(chunk)
-                case Await(Message(source, _, chunk)) if chunk.owner == source:
-                    here.add(chunk)
-                case Multiply(chunk):
-                    assert chunk in here
 
 
 Formula = Callable[[int], int]

@@ -76,37 +76,8 @@ def virtual() -> VirtualNetwork:
     return VirtualNetwork(2, Fabric(latency=1.0, bandwidth=1.0, flops=1.0))
 
 
-def test_a_virtual_handle_cannot_be_waited_for_outside_the_network() -> None:
-    channel = Channel.open(virtual().transports[0], "op", num_parts=4)
-    with pytest.raises(KernelError) as caught:
-        channel.send(torch.zeros(1), TO_PEER).wait()
-    assert str(caught.value) == (
-        "a virtual transfer is waited for by VirtualNetwork.run, not by itself"
-    )
-
-
 def test_a_gather_has_nothing_to_add() -> None:
     transport = virtual().transports[0]
     gather = Gather(transport, "op", torch.ones(1, 1), lambda *_: None, Choice("gather/ring", 1))
     with pytest.raises(NotImplementedError):
         gather.combine(Chunk(0, 0))
-
-
-def test_a_small_message_arrives_a_latency_after_a_long_one_before_it() -> None:
-    """The link is free again when the bytes are sent, not when they arrive."""
-    network = virtual()
-
-    def kernel(transport: Any) -> Any:
-        channel = Channel.open(transport, "op", num_parts=2)
-        start = channel.receive if transport.rank else channel.send
-        handles = [
-            start(torch.zeros(size, dtype=torch.uint8), Message(0, 1, Chunk(0, part), 1))
-            for part, size in enumerate((10, 1))
-        ]
-        yield from handles
-
-    network.run(kernel)
-    assert [(line.num_bytes, line.begin, line.end) for line in network.log] == [
-        (10, 0.0, 11.0),
-        (1, 10.0, 12.0),
-    ]

@@ -24,22 +24,6 @@ def over_ranks(mesh: Mesh, f: Any, out: P | None = None) -> Any:
     return shard_map(lambda x: f(x[0]), mesh=mesh, in_specs=P("tp"), out_specs=spec)
 
 
-def mean(mesh: Mesh) -> None:
-    n = mesh.size
-    x = random((n, 2 * n, 3), 0).requires_grad_()
-    y = over_ranks(mesh, lambda x: all_reduce(x, "tp", dst=I, op="mean"))(x)
-    same(y, x.mean(0))
-    (y**2).sum().backward()
-    same(x.grad, torch.func.grad(lambda x: (x.mean(0) ** 2).sum())(x.detach()))
-    z = over_ranks(mesh, lambda x: reduce_scatter(x, "tp", op="mean"), P("tp"))(x)
-    same(z, x.mean(0))
-
-
-@ON_EVERY_MESH
-def test_a_mean_divides_values_and_gradients_by_the_number_of_ranks(kind: str, gloo: Gloo) -> None:
-    run_on(kind, mean, gloo, (3,))
-
-
 def trees(mesh: Mesh) -> None:
     x = torch.arange(mesh.size * 2).reshape(mesh.size, 2)
 

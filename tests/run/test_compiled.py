@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from shardmap_torch import (
@@ -17,7 +16,6 @@ from shardmap_torch import (
     P,
     ShardMapError,
     ShardTypeError,
-    TransformError,
     all_reduce,
     axis_index,
     device_put,
@@ -143,21 +141,6 @@ def test_functions_do_not_share_the_limit_of_compilations() -> None:
             f = shard_map(lambda x, by=factor: x * by, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
             compiled = torch.compile(f, backend="eager", fullgraph=True)
             assert compiled(torch.ones(2)).tolist() == [factor] * 2
-
-
-def under_forward_mode() -> None:
-    mesh = make_mesh((2,), ("tp",), kind="process_group")
-    f = shard_map(lambda x: x.sin(), mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(torch.ones(4), torch.ones(4))
-        with pytest.raises(TransformError, match="torch has no forward mode for DTensors"):
-            torch.compile(f, backend="aot_eager")(x)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own
-def test_a_compiled_call_drops_no_tangents(gloo: Gloo) -> None:
-    """A plain function's are None: what torch.compile runs has none."""
-    gloo(2).run(under_forward_mode, timeout=120)
 
 
 def squared(x: Tensor) -> Tensor:

@@ -285,6 +285,7 @@ def on_processes() -> None:
     assert_compiles_once_a_size(worker_mesh((2,), ("dp",)), *SIZES)
 
 
+@pytest.mark.fuzz  # 14 s; tests/autodiff/test_gradients_compiled.py compiles a step there
 def test_such_a_step_compiles_once_a_size_on_processes(gloo: Gloo) -> None:
     gloo(2).run(on_processes, timeout=200)
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 import shardmap_torch
-from shardmap_torch import I, P, R, ShardTypeError, all_reduce, convert, make_mesh, shard_map
-from shardmap_torch.collectives.autograd import TypedFunction
-from tests.checker.support.rejections import Plain, SetUp, U, X, assert_right, numbers, rejection
+from shardmap_torch import I, P, ShardTypeError, all_reduce, make_mesh, shard_map
+from tests.checker.support.rejections import Plain, U, X, assert_right, numbers, rejection
 
 
 class Summing(shardmap_torch.Function):
@@ -50,47 +49,6 @@ def test_a_function_whose_backward_sums_is_right() -> None:
     assert_right(inner, one, X, W, **specs)
 
 
-@pytest.mark.parametrize("function", [Plain, SetUp])
-def test_a_function_whose_operands_are_used_alike_is_right(function: Any) -> None:
-    def body(x: Tensor, w: Tensor) -> Tensor:
-        y: Tensor = function.apply(x, w)
-        return all_reduce(y.square().sum(), "tp", dst=I)
-
-    def one(x: Tensor, w: Tensor) -> Tensor:
-        return (x @ w).square().sum()
-
-    assert_right(body, one, X, W, in_specs=(P("tp"), P()), out_specs=P())
-
-
-@pytest.mark.parametrize("function", [Plain, SetUp])
-def test_a_backward_that_forgets_the_sum_is_told_with_the_forward_s_line(function: Any) -> None:
-    def body(x: Tensor, w: Tensor) -> Tensor:
-        y = all_reduce(x, "tp", dst=I)
-        z: Tensor = function.apply(y, w)
-        return z
-
-    line = function.forward.__code__.co_firstlineno
-    lines = rejection(
-        body, X, W, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")
-    ).splitlines()
-    assert lines[0] == (
-        f"body: over 'tp', an operand of {function.__name__} is I and its backward gives it a "
-        "gradient that is V: each rank has its own part of it, and nothing sums them."
-    )
-    assert lines[1].startswith("  at rejections.py:")
-    assert int(lines[1].split(":")[1]) in range(line, line + 4)
-    made = body.__code__.co_firstlineno + 1
-    assert lines[2] == (
-        "  the operand is float64[2, 6], from all_reduce('tp', Partial -> I) at "
-        f'test_custom_functions.py:{made}: y = all_reduce(x, "tp", dst=I)'
-    )
-    # The rest of the body is another program on one device, so that no repair is proposed.
-    assert lines[4:] == [
-        "Fix: give it the operand as R, with convert(x, 'tp', src=I, dst=R), or sum the gradient "
-        "in the backward of a shardmap_torch.Function.",
-    ]
-
-
 # ------------------------------------------------------------------------ under torch.func
 
 
@@ -108,20 +66,10 @@ def gradients(function: Any) -> Callable[..., Any]:
     return body
 
 
-def one_loss(x: Tensor, w: Tensor) -> Tensor:
-    return torch.tanh(torch.sin(x) @ w).square().sum()
-
-
 GRADIENTS: dict[str, Any] = {**COLUMNS, "out_specs": (P(), P(None, "tp"))}
 
 
 RANKS = make_mesh((4,), ("tp",), kind="simulated", simulate="ranks")
-
-
-def test_under_torch_func_a_function_whose_backward_sums_is_right() -> None:
-    found = shard_map(gradients(Summing), mesh=RANKS, **GRADIENTS)(X.detach(), W.detach())
-    expected = torch.func.grad(one_loss, (0, 1))(X.detach(), W.detach())
-    torch.testing.assert_close(found, expected)
 
 
 class Batched(Summing):
@@ -142,15 +90,6 @@ def test_so_it_is_for_each_item_of_a_batch() -> None:
     specs: dict[str, Any] = {**COLUMNS, "out_specs": P()}
     found = shard_map(body, mesh=RANKS, **specs)(X.detach(), W.detach())
     torch.testing.assert_close(found, 2 * X.detach() @ W.detach() @ W.detach().mT)
-
-
-def test_under_torch_func_a_backward_that_forgets_the_sum_is_told() -> None:
-    text = rejection(gradients(SetUp), X.detach(), W.detach(), **GRADIENTS)
-    assert text.startswith(
-        "body: over 'tp', an operand of SetUp is I and its backward gives it a gradient that is V"
-    )
-    line = SetUp.forward.__code__.co_firstlineno + 2
-    assert f"  at rejections.py:{line}: return x @ w" in text
 
 
 def differentiated_from_outside(body: Any) -> str:
@@ -201,50 +140,3 @@ def test_a_backward_in_the_body_is_watched_too() -> None:
         body, U.detach(), W.detach(), in_specs=(P("tp"), P(None, "tp")), out_specs=P("tp")
     )
     assert "an operand of Plain is I and its backward gives it a gradient that is V" in text
-
-
-class Buffered(TypedFunction):
-    """A Function that collects gradients in a buffer: that of the first result is global."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, w)
-        return x * 2, x @ w
-
-    @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        total = torch.zeros_like(x)
-        total += first
-        return total * 2 + second @ w.t(), x.t() @ second
-
-
-def test_a_whole_cotangent_stays_one_in_a_buffer() -> None:
-    def body(x: Tensor, w: Tensor) -> Tensor:
-        first, second = Buffered.apply(convert(x, "tp", src=I, dst=R), w)
-        loss: Tensor = first.sum() + all_reduce(second.sum(), "tp", dst=I)
-        return loss
-
-    text = rejection(body, X, W, in_specs=COLUMNS["in_specs"], out_specs=P())
-    assert "a value is needed as I and as R over 'tp'" in text
-    assert "one use gives a gradient that is I, from mul at" in text
-
-
-class Constant(TypedFunction):
-    """A product whose backward gives every rank the same number."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(w)
-        return w * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.ones_like(ctx.saved_tensors[0]), None
-
-
-def test_equal_gradients_of_what_ranks_use_differently_are_addends() -> None:
-    w = numbers(1).requires_grad_()
-    specs: dict[str, Any] = {"in_specs": (P(invariant={"tp"}), P("tp")), "out_specs": P("tp")}
-    text = rejection(Constant.apply, w, X.detach(), **specs)
-    assert "an operand of Constant is I and its backward gives it a gradient that is V" in text

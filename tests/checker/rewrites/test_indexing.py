@@ -57,20 +57,6 @@ def test_a_table_cut_by_columns_is_indexed_by_shared_integers(index: Any) -> Non
     )
 
 
-def vocabulary_parallel(table: Tensor, ids: Tensor, one: bool = False) -> Tensor:
-    """Each rank looks up what it has, and the sum is what all have."""
-    rows = table.shape[0]
-    local = ids - axis_index("tp") * rows
-    own = (local >= 0) & (local < rows)
-    return all_reduce(table[local.clamp(0, rows - 1)] * own[:, None], "tp", dst=I)
-
-
-def test_a_table_cut_by_rows_is_looked_up_in_parallel() -> None:
-    table = numbers(8, 4, seed=4)
-    specs: dict[str, Any] = {"in_specs": (P("tp"), P()), "out_specs": P()}
-    assert_right(vocabulary_parallel, lambda t, i: t[i], table, IDS, **specs)
-
-
 @pytest.mark.parametrize("index", [lambda i: i, lambda i: i[1]])
 def test_a_table_that_is_a_sum_takes_shared_integers_only(index: Any) -> None:
     def body(table: Tensor, ids: Tensor) -> Tensor:
@@ -278,15 +264,6 @@ def test_what_a_mask_selects_is_refused_with_what_has_a_shape(mask: str) -> None
     at = P("tp") if mask == "of its rows" else P()
     text = rejection(body, X.detach(), X > 0, in_specs=(at, at), out_specs=P())
     assert "Fix: keep the shape: of x[mask].sum() write torch.where(mask, x, 0).sum()" in text
-
-
-def test_a_row_of_an_input_is_not_written() -> None:
-    def body(x: Tensor) -> Tensor:
-        x[axis_index("tp")] += 1
-        return x
-
-    text = rejection(body, X.detach(), in_specs=P(), out_specs=P("tp"))
-    assert "add_ writes into a tensor that is the input x" in text
 
 
 def test_a_write_at_a_number_and_other_positions_is_refused() -> None:

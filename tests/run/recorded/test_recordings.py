@@ -18,7 +18,6 @@ from shardmap_torch import (
     TransformError,
     all_gather,
     all_reduce,
-    axis_index,
     convert,
     make_mesh,
     shard_map,
@@ -124,36 +123,10 @@ def test_a_recording_leaves_no_tensors_behind(kind: str, gloo: Gloo) -> None:
     run_on(kind, kept, gloo)
 
 
-def test_numbers_are_refused() -> None:
-    @shard_map(mesh=MESH, in_specs=P(), out_specs=P(), replay=True)
-    def f(x: Tensor) -> Tensor:
-        return x * 2 if x.sum().item() > 0 else x
-
-    with pytest.raises(TransformError, match="it branches on numbers taken from tensors"):
-        f(torch.ones(4))
-
-
 @pytest.mark.parametrize("wrong", [{"replay": 1}, {"replay": True, "check": False}])
 def test_bad_arguments(wrong: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="replay is a bool"):
         shard_map(mlp, mesh=MESH, in_specs=IN, out_specs=P(), **wrong)
-
-
-def constants(mesh: Mesh) -> None:
-    """Positions are tensors that Python makes; on processes they are read by the collectives."""
-
-    @shard_map(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), replay=True)
-    def f(x: Tensor) -> Tensor:
-        return x + axis_index("tp") + torch.tensor([1.0])
-
-    for seed in range(3):
-        x = random((4, 3), seed)
-        same(f(x), x + torch.tensor([1.0, 1.0, 2.0, 2.0]).unsqueeze(1))
-
-
-@pytest.mark.parametrize("kind", ["vmap", "gloo"])
-def test_tensors_that_python_makes_are_constants(kind: str, gloo: Gloo) -> None:
-    run_on(kind, constants, gloo)
 
 
 def prefetched(mesh: Mesh) -> None:

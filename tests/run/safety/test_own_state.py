@@ -4,7 +4,6 @@ Checks leave that data as it was, and ranks that share a process do not see what
 """
 
 import random
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -59,43 +58,6 @@ def in_a_module() -> Any:
     return Layer()
 
 
-def in_a_class() -> Any:
-    class Mode:
-        factor = 1
-
-    def body(x: Tensor) -> Tensor:
-        Mode.factor += 2
-        y: Tensor = met(x) * Mode.factor
-        Mode.factor = 1
-        return y
-
-    return body
-
-
-def in_a_set() -> Any:
-    seen: set[int] = set()
-    queue = deque([1, 2])
-
-    def body(x: Tensor) -> Tensor:
-        queue.rotate(1)
-        seen.add(len(seen))
-        return met(x) * queue[0] + len(seen)
-
-    return body
-
-
-def own_tensor() -> Any:
-    state = SimpleNamespace(saved=None)
-
-    def body(x: Tensor) -> Tensor:
-        state.saved = x.detach() * 2
-        y = x * 1
-        y.register_hook(lambda grad: grad * state.saved)
-        return y * 3
-
-    return body
-
-
 def reset_by_a_forward_and_counted_by_hooks() -> Any:
     state = SimpleNamespace(n=0)
 
@@ -130,8 +92,7 @@ def stack() -> Any:
 
 
 MAKERS: tuple[Maker, ...] = (
-    *(while_ranks_meet, in_a_module, in_a_class, in_a_set, own_tensor),
-    *(reset_by_a_forward_and_counted_by_hooks, stack),
+    *(while_ranks_meet, in_a_module, reset_by_a_forward_and_counted_by_hooks, stack),
 )
 
 
@@ -220,19 +181,6 @@ def test_what_a_body_keeps_is_that_of_the_first_rank_s_run(simulate: str) -> Non
     assert LOG == [{"loss": 4.0}] * 2
 
 
-def test_what_a_body_keeps_in_an_ordered_dict_is_put_back_in_order() -> None:
-    kept: OrderedDict[str, int] = OrderedDict(first=1)
-
-    def body(x: Tensor) -> Tensor:
-        kept.pop("first")
-        kept["second"] = 2
-        return x
-
-    f = shard_map(body, mesh=MESHES["auto"], in_specs=P("dp"), out_specs=P("dp"))
-    check_program(f, torch.ones(4))
-    assert list(kept.items()) == [("first", 1)]
-
-
 @pytest.mark.parametrize("simulate", MESHES)
 def test_a_tensor_without_data_stays_in_no_cache(simulate: str) -> None:
     """A table of angles that the first call makes, and later ones take."""
@@ -258,14 +206,6 @@ def counter(x: Tensor) -> Tensor:
     return x * CALLS
 
 
-def first_time(x: Tensor) -> Tensor:
-    if not LOG:
-        LOG.append(1)
-        return x * 1
-    LOG.append(1)
-    return x * len(LOG)
-
-
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -274,11 +214,6 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x * self.calls
-
-
-def by_length(x: Tensor) -> Tensor:
-    TABLE[len(TABLE)] = 1
-    return x * len(TABLE)
 
 
 def own_closure() -> Callable[[Tensor], Tensor]:
@@ -292,17 +227,7 @@ def own_closure() -> Callable[[Tensor], Tensor]:
     return body
 
 
-def own_slot() -> Callable[[Tensor], Tensor]:
-    held = type("Slotted", (), {"__slots__": ("calls",)})()
-
-    def body(x: Tensor) -> Tensor:
-        held.calls = getattr(held, "calls", 0) + 1
-        return torch.mul(x, held.calls)
-
-    return body
-
-
-BODIES = [counter, first_time, Counts(), by_length, own_closure(), own_slot()]
+BODIES = [counter, Counts(), own_closure()]
 
 
 @pytest.mark.parametrize("simulate", MESHES)
