@@ -193,6 +193,7 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (indexing.read, "index.Tensor _unsafe_index.Tensor"),
         (indexing.write, "index_put index_put_ _unsafe_index_put"),
         (indexing.add_entries, "index_add index_add_ scatter_add scatter_add_"),
+        (indexing.reduce_entries, "scatter_reduce.two scatter_reduce_.two"),
         (indexing.select, "select.int unbind.int select_copy.int unbind_copy.int"),
         (indexing.split, "split.Tensor split_with_sizes unsafe_split.Tensor split_copy.Tensor"),
         (indexing.split, "unsafe_split_with_sizes split_with_sizes_copy"),

@@ -83,12 +83,23 @@ def add_entries(step: Step) -> list[Sharded]:
     _require_all(x, dim)
     agreed([listed, source.dims[dim]], f"dim {dim}")
     _require_zeros(step, listed)
-    operands = [x, source] if of_rows else [x, source, index]
-    dims = [
-        x.dims[at] if at == dim else agreed([each.dims[at] for each in operands], f"dim {at}")
-        for at in range(len(x.dims))
-    ]
-    return [Sharded(tuple(dims), axes)]
+    return [Sharded(_beside(dim, x, source, *[index] * (not of_rows)), axes)]
+
+
+def reduce_entries(step: Step) -> list[Sharded]:
+    """Lays out `scatter_reduce` along a dim that is unsharded: each rank has all."""
+    operands, dim = step.shards, step.arguments["dim"]
+    for each in operands:
+        _require_all(each, dim)
+    return [Sharded(_beside(dim, *operands))]
+
+
+def _beside(dim: int, x: ShardedTensor, *others: ShardedTensor) -> tuple[Dim, ...]:
+    """Returns the dims of `x`, of which all but one must be those of the others, too."""
+    return tuple(
+        mine if at == dim else agreed([mine, *(each.dims[at] for each in others)], f"dim {at}")
+        for at, mine in enumerate(x.dims)
+    )
 
 
 def _require_zeros(step: Step, dim: Dim) -> None:

@@ -92,6 +92,11 @@ def added_to(start: Tensor, x: Tensor, to: Tensor) -> Tensor:
     return all_reduce(start.index_add(0, to, x[:, 0]), "a", dst=I)
 
 
+def largest(x: Tensor, to: Tensor, by: str = "amax") -> Tensor:
+    index = to[:, None].expand(x.shape[0], len(to), x.shape[2])
+    return x.tanh().scatter_reduce(1, index, x[:, : len(to)], by).sin()
+
+
 def recurrent(x: Tensor, w: Tensor) -> Tensor:
     """A state that starts from zeros, of which each rank makes those of its features."""
     h = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype)
@@ -153,6 +158,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     "rows masked": (masked, (X, POSITIVE[:, 0, 0]), (P("a", "b"), P("a")), P("a", "b")),
     "in place": (in_place, (X, IDS, numbers(4, 2, 8)), (P("a"), P(), P("a")), P("a")),
     "added up": (added_up, (X, TARGETS), (P("a", "b"), P("a")), P(None, "b")),
+    "largest of each place": (largest, (X, IDS), (P("a", None, "b"), P()), P("a", None, "b")),
     "pairs added up": (confusion, (X, TARGETS), (P("a"), P("a")), P()),
     "a recurrence": (
         recurrent,
@@ -304,6 +310,13 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (P(), P("a"), P("a")),
         P(),
         "sharded over 'a' to values that every rank has",
+    ),
+    "the mean of places in a sharded dim": (
+        lambda x: x.scatter_reduce(0, (x > 0).long(), x.cos(), "mean"),
+        (X,),
+        (P("a"),),
+        P("a"),
+        "it takes dim 0 apart, which is sharded",
     ),
     "put into what every rank has": (
         put_into,
