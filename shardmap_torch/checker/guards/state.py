@@ -121,6 +121,19 @@ _OF_SAVING: Final = frozenset(
 _METADATA: Final = attrgetter("requires_grad", "dtype", "shape")
 
 
+def _versions_follow() -> bool:
+    """Returns whether versions of dicts follow attributes: not in Python 3.13.0 (gh-125608)."""
+    probe = type("Probe", (), {})()
+    probe.x = 1
+    before = dict_version(vars(probe))
+    probe.x = 2
+    return bool(dict_version(vars(probe)) != before)
+
+
+VERSIONS_FOLLOW = _versions_follow()
+"""Whether `dict_version` tells all changes of a dict, so that its entries need not be compared."""
+
+
 class State:
     """The plain data that a function, and objects, refer to at the time of a walk.
 
@@ -331,7 +344,11 @@ class State:
         """Enters the entries of a dict, which may be the attributes of an object."""
         self.holders.append((table, None))
         is_empty = type(table) in _TABLES and not table  # others may say anything
-        (self._empty if is_empty else self._tables).append(table)
+        if is_empty or VERSIONS_FOLLOW:
+            (self._empty if is_empty else self._tables).append(table)
+        else:
+            self._rows += (dict.keys(table), dict.values(table))  # views, which follow changes
+            self._items += (*dict.keys(table), *dict.values(table))
         names: list[str | None] = []
         for name, value in dict.items(table):
             if type(name) is str:

@@ -68,40 +68,46 @@ _PLACES: Final[tuple[tuple[Any, str], ...]] = (
 
 
 class Answering:
-    """A context in which torch's questions go to a `World` first; entered on any thread."""
+    """A context in which torch's questions go to a `World` first; entered on any thread.
+
+    What asks it stays in torch's place after the first entry: Python 3.13 goes on to call an old
+    `__getitem__` of a class that has been changed a thousand times.
+    """
 
     def __init__(self, world: World) -> None:
         """Asks `world` from the first entry to the last exit."""
         self._world, self._lock, self._count = world, threading.Lock(), 0
-        self._held: dict[tuple[Any, str], Any] = {}
+        self._is_in_place = False
         self._asked = threading.local()
 
     def __enter__(self) -> None:
-        """Puts the answers in torch's place, unless they are there."""
         with self._lock:
             self._count += 1
-            if self._count == 1:
-                self._held = {place: vars(place[0])[place[1]] for place in _PLACES}
-                for (owner, name), held in self._held.items():
-                    setattr(owner, name, self._answer(name, held))
+            for owner, name in () if self._is_in_place else _PLACES:
+                setattr(owner, name, self._answer(name, vars(owner)[name]))
+            self._is_in_place = True
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._count -= 1
-            if self._count == 0:
-                for (owner, name), held in self._held.items():
-                    setattr(owner, name, held)
 
     def _answer(self, name: str, held: Any) -> Any:
         """Returns what asks the world, and then what torch has held."""
         world = self._world
-        if name == "WORLD":
-            return property(lambda cls: world.world(held.fget(cls)), held.fset)
-        if name in TABLES:
-            return property(lambda own: world.groups(name, held.fget(own)))
+        if name == "WORLD" or name in TABLES:
+
+            def known(own: Any) -> Any:
+                found = held.fget(own)
+                if not self._count:
+                    return found
+                return world.world(found) if name == "WORLD" else world.groups(name, found)
+
+            return property(known, held.fset)
 
         def answer(asked: Any, *args: Any, **kwargs: Any) -> Any:
             own = held.__get__(asked)
+            if not self._count:
+                return own(*args, **kwargs)
             if name in METHODS:
                 method = self._ask(lambda: world.method(asked, name))
                 return (method or own)(*args, **kwargs)
