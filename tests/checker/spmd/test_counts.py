@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import I, P, R, ShardTypeError, all_reduce, axis_size, make_mesh, shard_map
+from shardmap_torch import I, P, R, all_reduce, axis_size
 from tests.checker.support.one_device import assert_is_one_device, assert_is_refused, numbers
 
 X: Final = numbers(8, 3)
@@ -102,29 +102,3 @@ WRONG: Final[dict[str, tuple[Callable[[Tensor], Tensor], str]]] = {
 def test_a_number_that_is_another_one_on_one_device_is_refused(name: str) -> None:
     count, text = WRONG[name]
     assert_is_refused(lambda x: total(x.sum(0)) / count(x), [X], P("a"), P(), text)
-
-
-def written(x: Tensor) -> Tensor:
-    count = torch.zeros(())
-    count += x.sum()
-    count *= 2
-    return total(count)
-
-
-EQUAL: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "an input": lambda x: total(x.sum()),
-    "several constants": lambda x: total(torch.ones(3)),
-    "what has been written": written,
-    "a factor": lambda x: total(torch.ones(()) * x[0, 0]),
-}
-
-
-@pytest.mark.parametrize("name", EQUAL)
-@pytest.mark.parametrize("check", [True, "global"])
-def test_what_is_equal_on_all_ranks_and_no_number_of_rows_is_not_added_up(
-    name: str, check: Any
-) -> None:
-    mesh = make_mesh((2, 2), ("a", "b"), kind="simulated")
-    mapped = shard_map(EQUAL[name], mesh=mesh, in_specs=P(), out_specs=P(), check=check)
-    with pytest.raises(ShardTypeError, match=r"takes Partial .* but its operand is K"):
-        mapped(X)

@@ -332,24 +332,6 @@ def test_ids_are_often_equal_and_rows_that_are_not_learned_are_among_them() -> N
             check_program(mapped_on(wrong, padded), *arguments)
 
 
-def test_documents_that_ids_tell_apart_are_tried() -> None:
-    def attention(x: Tensor, w: Tensor, documents: Tensor, sends: bool = True) -> Tensor:
-        keys, others, total, weight = x, documents, torch.zeros_like(x), x.new_zeros(len(x), 1)
-        for step in range(axis_size("cp")):
-            if step:
-                keys = shift(keys, "cp", 1)
-                others = shift(others, "cp", 1) if sends else others
-            alike = documents[:, None] == others
-            shares = torch.exp((x @ w @ keys.T).tanh()) * alike
-            total, weight = total + shares @ keys, weight + shares.sum(1, keepdim=True)
-        return total / weight
-
-    specs = {"in_specs": (P("cp"), P(), P("cp")), "out": P("cp")}
-    assert check_program(mapped(attention, **specs), X, W, LABELS).tried
-    with pytest.raises(ShardTypeError, match="ried with numbers over 'cp'"):
-        check_program(mapped(partial(attention, sends=False), **specs), X, W, LABELS)
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "change",
@@ -402,18 +384,6 @@ def test_gradients_that_a_body_takes_itself_are_results(scale: int) -> None:
                 check_program(f, *arguments)
 
 
-def test_averaged_losses_look_in_each_run_that_no_target_is_ignored() -> None:
-    def body(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-        logits = x @ w + convert(gathered(x, w), "cp", src=I, dst=R)
-        return all_reduce(functional.cross_entropy(logits, targets), "cp", op="mean", dst=I)
-
-    f = mapped(body, in_specs=(P("cp"), P(), P("cp")))
-    targets = torch.tensor([0, 1, 2, 3, 0, 1])
-    f(X, W, targets)
-    with pytest.raises(ShardTypeError, match="a target is ignore_index=-100"):
-        f(X, W, targets.index_fill(0, torch.tensor([2]), -100))
-
-
 def test_other_axes_are_proven_and_keep_their_errors() -> None:
     mesh = make_mesh((2, 3), ("dp", "cp"), kind="simulated")
     specs = P("cp", "dp"), P("dp")
@@ -434,12 +404,6 @@ def test_other_axes_are_proven_and_keep_their_errors() -> None:
     for check in ("global", {"dp": "global"}):
         with pytest.raises(ShardTypeError, match="counted once per rank"):
             tried(bias, check)
-
-
-def test_a_program_that_sends_nothing_keeps_its_error() -> None:
-    with pytest.raises(ShardTypeError) as caught:
-        check_program(mapped(lambda x, w: all_reduce((x @ w).sum(), "cp", dst=I, op="mean")), X, W)
-    assert "ried with numbers" not in str(caught.value)
 
 
 def test_a_report_names_trials_and_the_lines_that_made_them_necessary() -> None:

@@ -113,19 +113,6 @@ def lookup(table: Tensor, ids: Tensor, wrong: str) -> Tensor:
     return all_reduce(rows if wrong == "no mask" else rows * owned[:, None], "a", dst=I)
 
 
-def megatron(table: Tensor, ids: Tensor, wrong: str) -> Tensor:
-    """Looks ids up as Megatron does, with entries that are written where a mask is true."""
-    start = start_of(table)
-    end = start + len(table) - int(wrong == "border")
-    outside = (ids < start) | (ids >= end)
-    local = ids - start
-    local[outside] = 0
-    rows = functional.embedding(local, table).clone()
-    if wrong != "no mask":
-        rows[outside] = 0.0
-    return all_reduce(rows, "a", dst=I)
-
-
 def cross_entropy(logits: Tensor, targets: Tensor, wrong: str) -> Tensor:
     """Computes a loss of logits [n, v/r], smoothed, of targets from all classes."""
     top = logits.detach().amax(-1) if wrong == "local maximum" else largest(logits.amax(-1))
@@ -234,14 +221,6 @@ def top_two(logits: Tensor, wrong: str) -> Tensor:
     return all_gather(values, "a", dim=1, dst=I).topk(2, -1).values
 
 
-def bias(x: Tensor, w: Tensor, b: Tensor, wrong: str) -> Tensor:
-    """Multiplies by rows of weights, and adds a bias once."""
-    y = x @ w
-    if wrong == "bias on each rank":
-        return all_reduce(y + convert(b, "a", src=I, dst=R), "a", dst=I)
-    return all_reduce(y, "a", dst=I) + b
-
-
 def chosen_sum(x: Tensor, flags: Tensor, wrong: str) -> Tensor:
     """Adds up over the ranks, of two values one."""
     added = total(x.sum(0)) if wrong != "no sum in a branch" else x.sum(0)
@@ -288,13 +267,6 @@ def ignored(logits: Tensor, labels: Tensor, wrong: str) -> Tensor:
     return all_reduce(loss, "a", dst=I) / (all_reduce(count, "a", dst=I) + 1e-6)
 
 
-def microbatches(x: Tensor, w: Tensor, wrong: str) -> Tensor:
-    """Adds up losses of parts of a batch."""
-    parts = x.chunk(2)[: 1 if wrong == "one part" else 2]
-    losses = [(part @ w).square().mean() for part in parts]
-    return all_reduce(torch.stack(losses).mean(), "a", dst=I, op="mean")
-
-
 def dropped(x: Tensor, wrong: str) -> Tensor:
     """Drops entries on ranks."""
     return functional.dropout(x, 0.5) if wrong else x * 1.0
@@ -329,7 +301,6 @@ CASES = (
         lambda: [*floats((6, 2)), IDS],
         "offset of another block,offset by one,border,first row,no mask",
     ),
-    Case(megatron, (ROWS, EQUAL), EQUAL, lambda: [*floats((6, 2)), IDS], "border,no mask"),
     Case(
         cross_entropy,
         (COLUMNS, EQUAL),
@@ -369,13 +340,6 @@ CASES = (
     Case(greedy, (COLUMNS,), EQUAL, lambda: [torch.randn(4, 6)], "local index,last of equals"),
     Case(top_two, (COLUMNS,), EQUAL, lambda: [torch.randn(4, 6)], "one of each"),
     Case(
-        bias,
-        (COLUMNS, ROWS, EQUAL),
-        EQUAL,
-        lambda: floats((2, 6), (6, 4), (4,)),
-        "bias on each rank",
-    ),
-    Case(
         chosen_sum,
         (ROWS, EQUAL),
         EQUAL,
@@ -411,7 +375,6 @@ CASES = (
         lambda: [*floats((6, 4)), IDS % 4],
         "another number,local count",
     ),
-    Case(microbatches, (ROWS, EQUAL), EQUAL, lambda: floats((12, 2), (2, 2)), "one part"),
     Case(dropped, (ROWS,), ROWS, lambda: floats((6, 2)), "masks of each rank"),
     Case(
         capacity,
