@@ -1,7 +1,6 @@
 """The worker pool returns what ranks return, and turns every way to fail into a prompt report."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -173,33 +172,3 @@ def test_workers_are_stopped_between_calls(pool: Pool) -> None:
         time.sleep(0.01)
     assert {*map(state, workers)} == {"T"}
     assert pool.run(process_id) == workers
-
-
-KILLED = """
-import os, signal
-from tests.support.pool import Pool
-from tests.test_pool import process_id
-
-pool = Pool(2)
-print(*pool.run(process_id), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.fuzz
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are stopped on Linux alone")
-def test_stopped_workers_end_with_a_session_that_is_killed() -> None:
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-c", KILLED]
-    killed = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
-    workers = [int(pid) for pid in killed.stdout.split()]
-    assert len(workers) == 2, killed.stderr
-    end = time.monotonic() + 20
-    while any(map(is_alive, workers)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(map(is_alive, workers))

@@ -22,64 +22,10 @@ def write_on_transfer(d: RaceDetector, x: Tensor) -> None:
         x.fill_(1)
 
 
-def ordered_both_ways(d: RaceDetector, x: Tensor) -> None:
-    order(d, TRANSFER, COMPUTE)
-    write_on_transfer(d, x)
-    order(d, COMPUTE, TRANSFER)
-    x.add_(1)
-
-
-def other_rows(d: RaceDetector, x: Tensor) -> None:
-    order(d, TRANSFER, COMPUTE)
-    write_on_transfer(d, x[:2])
-    x[2:].add_(1)
-    order(d, COMPUTE, TRANSFER)
-
-
-def freed_but_kept(d: RaceDetector, x: Tensor) -> None:
-    y = x + 1
-    order(d, TRANSFER, COMPUTE)
-    write_on_transfer(d, y)
-    del y
-    order(d, COMPUTE, TRANSFER)
-
-
 def watched(detector: RaceDetector, program: Callable[[], None]) -> None:
     with detector:
         program()
     detector.finish()
-
-
-@pytest.mark.parametrize("program", [ordered_both_ways, other_rows, freed_but_kept])
-def test_ordered_programs_pass(program: Callable[[RaceDetector, Tensor], None]) -> None:
-    x, detector = torch.zeros(4, 3), RaceDetector()
-    watched(detector, lambda: program(detector, x))
-
-
-def write_before_the_caller_is_done(d: RaceDetector, x: Tensor) -> None:
-    write_on_transfer(d, x)
-
-
-def read_before_it_arrives(d: RaceDetector, x: Tensor) -> None:
-    order(d, TRANSFER, COMPUTE)
-    write_on_transfer(d, x)
-    x.sum()
-
-
-def mark_before_the_write(d: RaceDetector, x: Tensor) -> None:
-    order(d, TRANSFER, COMPUTE)
-    mark = d.record(TRANSFER)
-    write_on_transfer(d, x)
-    d.wait(COMPUTE, mark)
-    x.t().sum()
-
-
-def reuse_while_it_is_sent(d: RaceDetector, x: Tensor) -> None:
-    order(d, TRANSFER, COMPUTE)
-    d.keep(TRANSFER, x)
-    with d.on(TRANSFER):
-        x[1].clone()
-    x.zero_()
 
 
 def allocated_after_the_mark(d: RaceDetector, x: Tensor) -> None:
@@ -95,18 +41,6 @@ def freed_while_it_is_used(d: RaceDetector, x: Tensor) -> None:
         y.fill_(1)
     del y
     x.add_(1)
-
-
-def never_kept(d: RaceDetector, x: Tensor) -> None:
-    order(d, TRANSFER, COMPUTE)
-    with d.on(TRANSFER):
-        x.fill_(1)
-    order(d, COMPUTE, TRANSFER)
-
-
-def never_joined(d: RaceDetector, x: Tensor) -> None:
-    order(d, TRANSFER, COMPUTE)
-    write_on_transfer(d, x)
 
 
 def host_waits(d: RaceDetector, x: Tensor) -> None:
@@ -127,26 +61,6 @@ def copies_at_once(d: RaceDetector, x: Tensor) -> None:
     ("program", "text"),
     [
         (
-            write_before_the_caller_is_done,
-            "aten.fill_.Scalar on the transfer lane writes [4, 3] of the memory of the caller, "
-            "unordered after a write on the compute lane",
-        ),
-        (
-            read_before_it_arrives,
-            "aten.sum.default on the compute lane reads [4, 3] of the memory of the caller, "
-            "unordered after a write on the transfer lane",
-        ),
-        (
-            mark_before_the_write,
-            "aten.sum.default on the compute lane reads [3, 4] of the memory of the caller, "
-            "unordered after a write on the transfer lane",
-        ),
-        (
-            reuse_while_it_is_sent,
-            "aten.zero_.default on the compute lane writes [4, 3] of the memory of the caller, "
-            "unordered after a read on the transfer lane",
-        ),
-        (
             allocated_after_the_mark,
             "aten.fill_.Scalar on the transfer lane writes [3] of the memory of "
             "aten.new_empty.default, unordered after a write on the compute lane",
@@ -155,8 +69,6 @@ def copies_at_once(d: RaceDetector, x: Tensor) -> None:
             freed_while_it_is_used,
             "the memory of aten.add.Tensor is freed while the transfer lane may use it",
         ),
-        (never_kept, "the memory of the caller is used on the transfer lane, not kept"),
-        (never_joined, "the caller does not wait for the transfer lane"),
         (
             host_waits,
             "the host waits, which holds up what it would issue and breaks a capture",

@@ -19,7 +19,9 @@ from shardmap_torch.kernels.schedule import (
     Program,
     Send,
     chunk_rows,
+    num_tags,
     split,
+    tag,
 )
 
 SIZES = {*itertools.product(range(1, 17), (1, 3))}
@@ -83,6 +85,14 @@ def test_every_rank_multiplies_every_chunk_exactly_once(run: Run) -> None:
     for program in run.programs:
         multiplied = [i.chunk for i in program.instructions if isinstance(i, Multiply)]
         assert sorted(multiplied) == run.chunks
+
+
+@of(*SCHEDULES)
+def test_tags_are_within_the_range_that_a_call_reserves(run: Run) -> None:
+    """That two messages of a call have one tag, the virtual network refuses."""
+    sent = [m for program in run.programs for m in messages(program, Send)]
+    reserved = range(num_tags(run.num_ranks, run.num_parts))
+    assert all(tag(m, run.num_parts) in reserved for m in sent)
 
 
 @of(*SCHEDULES)

@@ -2,22 +2,11 @@
 
 import importlib
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any, Final
 
 import pytest
-from torch import Tensor
 
-from shardmap_torch import make_mesh
-from tests.nn.support.cases import (
-    AXES,
-    Case,
-    assert_close,
-    assert_equal_on_processes,
-    assert_equals_one_device,
-    expected,
-    on_mesh,
-)
+from tests.nn.support.cases import Case, assert_equal_on_processes, assert_equals_one_device
 from tests.support.pool import Gloo
 
 MODULES: Final = (
@@ -40,8 +29,6 @@ IN_FUZZ: Final = {"support.other_models": ("ranks", "processes"), "test_budget":
 
 # One batched program cannot exchange unlike numbers of rows.
 STRATEGIES: Final = {"test_dropless": ("ranks", "auto")}
-
-SIZE: Final = 8
 
 
 def cases_of(module: str) -> Mapping[str, Case]:
@@ -79,33 +66,3 @@ def test_on_simulated_ranks_values_and_gradients_are_those_of_one_device(
 )
 def test_on_processes_values_and_gradients_are_those_of_one_device(module: str, gloo: Gloo) -> None:
     assert_equal_on_processes(cases_of(module), f"tests.nn.{module}", gloo)
-
-
-def sizes_for(case: Case) -> tuple[int, int, int]:
-    """Chooses as many ranks of "dp" as divide the batches; what is left of the 8 repeats them."""
-    tp = case.sizes[1]
-    dp = next(n for n in (4, 2, 1) if n * tp <= SIZE and _divides(case, {"dp": n, "tp": tp}))
-    return SIZE // (tp * dp), dp, tp
-
-
-def _divides(case: Case, sizes: Mapping[str, int]) -> bool:
-    return all(
-        x.shape[dim] % prod(sizes[axis] for axis in axes) == 0
-        for x, spec in zip(case.inputs, case.in_specs, strict=True)
-        for dim, axes in spec.sharded_dims
-    )
-
-
-def in_worker(module: str) -> dict[str, list[Tensor]]:
-    return {
-        name: on_mesh(case, make_mesh(sizes_for(case), ("rest", *AXES)))
-        for name, case in cases_of(module).items()
-    }
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("module", MODULES)
-def test_on_8_processes_they_are_too(module: str, gloo: Gloo) -> None:
-    for found in gloo(SIZE).run(in_worker, module, timeout=300):
-        for name, case in cases_of(module).items():
-            assert_close(found[name], expected(case))
