@@ -61,7 +61,7 @@ class Ranks:
         with temporarily_clear_interpreter_stack():
             y = self._stacked(out, self.summed)
             found = (
-                torch.autograd.grad(y, values, torch.ones_like(y), materialize_grads=True)
+                torch.autograd.grad(y.sum(), values, materialize_grads=True)  # no symbols imported
                 if y.requires_grad
                 else [torch.zeros_like(x) for x in values]
             )

@@ -12,7 +12,7 @@ from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use, show_types
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.core.torch_private.fake_modes import make_fake_mode
+from shardmap_torch.core.torch_private.fake_modes import CheckMode, postponing_imports
 from shardmap_torch.core.tree import Tree, map_leaves
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError, show
 from shardmap_torch.mesh import Mesh
@@ -56,7 +56,6 @@ class ShapeDtype:
 
 def stand_ins(tree: Tree) -> Tree:
     """Replaces `ShapeDtype` values by fake tensors."""
-    fake = make_fake_mode()
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, ShapeDtype):
@@ -64,7 +63,9 @@ def stand_ins(tree: Tree) -> Tree:
         with fake:
             return torch.empty(leaf.shape, dtype=leaf.dtype, requires_grad=leaf.requires_grad)
 
-    return map_leaves(make, tree)
+    with postponing_imports():
+        fake = CheckMode()
+        return map_leaves(make, tree)
 
 
 def shapes_of(verdict: Verdict) -> Tree:

@@ -23,13 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from shardmap_torch.backends.rank import RankBackend, on_one_rank
 from shardmap_torch.boundary.call import Call, run_body
 from shardmap_torch.checker.api import ask_mapped, stand_ins
-from shardmap_torch.checker.ir.fake_results import (
-    Key,
-    fake_mode,
-    forget_written,
-    look_up,
-    run_fake,
-)
+from shardmap_torch.checker.ir.fake_results import Key, fake_mode, forget_written, look_up, run_fake
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments, tensors_of
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.moves import MOVEMENTS
@@ -38,13 +32,13 @@ from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import covers_storage
 from shardmap_torch.core.torch_private.engine import (
     DataDependentOutputException,
-    FakeTensorMode,
     OpOverload,
     UncompiledMode,
     UnsupportedOperatorException,
     current_autograd_node,
     sequence_number,
 )
+from shardmap_torch.core.torch_private.fake_modes import CheckMode, postponing_imports
 from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.errors import TransformError
 from shardmap_torch.kernels.transport import Transport
@@ -276,9 +270,13 @@ def run_dry(call: Call, counts: bool = False, compares: bool = False) -> DryRun:
     """
     run = DryRun(call.name, call.mesh)
     call = replace(call, takes=True)
-    fake = fake_mode()
-    tape = Tape(run, fake, compares)
-    with postponing_full_collections(), fake, tape, tape.counting() if counts else nullcontext():
+    with (
+        postponing_full_collections(),
+        postponing_imports(),
+        fake_mode() as fake,
+        Tape(run, fake, compares) as tape,
+        tape.counting() if counts else nullcontext(),
+    ):
         local = [_shard(call, position) for position in call.crossing]
         tape.hold(local)
         try:
@@ -355,9 +353,7 @@ class _Dry(RankBackend):
 class Tape(UncompiledMode):
     """Dispatch mode that records the operations of a run, and the storages that they make."""
 
-    def __init__(
-        self, run: DryRun, fake: FakeTensorMode | None = None, compares: bool = False
-    ) -> None:
+    def __init__(self, run: DryRun, fake: CheckMode | None = None, compares: bool = False) -> None:
         """Starts without steps; `fake` is the mode of tensors without data."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._compares = compares

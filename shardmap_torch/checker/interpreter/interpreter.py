@@ -37,12 +37,12 @@ from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
-    FakeTensorMode,
     current_autograd_node,
     disable_current_modes,
     functorch,
     sequence_number,
 )
+from shardmap_torch.core.torch_private.fake_modes import CheckMode
 from shardmap_torch.errors import ShardTypeError, TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.types import AxisType, I, K, R
@@ -115,7 +115,7 @@ class TypeStore:
             what gradients have been switched to in it; else None.
     """
 
-    def __init__(self, name: str, axes: Sequence[str], fake: FakeTensorMode) -> None:
+    def __init__(self, name: str, axes: Sequence[str], fake: CheckMode) -> None:
         """Starts without tensors; `name` is that of the body in errors."""
         self.name, self.axes, self.fake = name, axes, fake
         self.observer: Observer = UNOBSERVED

@@ -8,7 +8,6 @@ calls has this key: layers of a network are the same calls, over and over.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -39,14 +38,9 @@ from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     forward_level,
     has_kernel,
-    has_meta,
-    in_kernel_invocation,
-    is_taken_apart,
-    make_subclass,
-    op_implementations_checks,
-    set_throw_on_data_pointer,
+    native_layer_norm,
 )
-from shardmap_torch.core.torch_private.fake_modes import make_fake_mode
+from shardmap_torch.core.torch_private.fake_modes import UNTRIED, CheckMode, is_simple, make_fake
 from shardmap_torch.errors import TransformError
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
@@ -259,20 +253,8 @@ def forget_written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
                 fields.pop(PLACE, None)
 
 
-def is_simple(tensor: FakeTensor) -> bool:
-    """Returns whether shape, strides, dtype and device say all about a tensor but its values."""
-    return (
-        tensor.constant is None
-        and tensor.layout is torch.strided
-        and not tensor.dtype.is_complex
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()  # a tangent that forward mode leaves out
-        and not tensor.is_quantized
-    )
-
-
 def run_fake(
-    mode: FakeTensorMode,
+    mode: CheckMode,
     call: CallLookup | None,
     op: OpOverload,
     args: Sequence[Any],
@@ -284,14 +266,14 @@ def run_fake(
         TransformError: torch cannot find shapes through the transforms that are active.
     """
     try:
-        if op is _GROUPED_MM:
+        if op in _BY_TENSORS:
             with mode:
-                return _grouped_result(*args, **kwargs)
+                return _BY_TENSORS[op](*args, **kwargs)
         if call is None or not _is_known(op):
-            return _run(mode, call, op, args, kwargs)
+            return _run(mode, op, args, kwargs)
         if call.known is not None:
             return make(mode, call.known, call.tensors)
-        out = _run(mode, call, op, args, kwargs)
+        out = _run(mode, op, args, kwargs)
         call.known = _describe(op, args, kwargs, out, call.tensors)
         if call.known is not None:
             _RESULTS.put(call.key, call.known)
@@ -305,7 +287,9 @@ def run_fake(
         ) from error
 
 
-_GROUPED_MM: Final = torch.ops.aten._grouped_mm.default
+def _run(mode: CheckMode, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
+    made = mode.run_kernel(op, args, kwargs or {})
+    return op(*args, **kwargs) if made is UNTRIED else made
 
 
 def _grouped_result(
@@ -327,40 +311,10 @@ def _grouped_result(
     return x.new_empty(shape, dtype=out_dtype or x.dtype)
 
 
-def _run(
-    mode: FakeTensorMode, call: CallLookup | None, op: OpOverload, args: Sequence[Any], kwargs: Any
-) -> Any:
-    """Runs an operation by its kernel for tensors without data, if torch does no more than that.
-
-    It takes a millisecond to find that out, for each operation anew.
-    """
-    devices = {x.fake_device for x in call.tensors} if call and _is_by_kernel(op) else set()
-    if len(devices) == 1 and not (kwargs and kwargs.get("device")):
-        with suppress(Exception), in_kernel_invocation(mode):  # torch's own words are below
-            return _wrapped(mode, devices.pop(), op(*args, **kwargs))
-    return op(*args, **kwargs)
-
-
-@lru_cache(maxsize=4096)
-def _is_by_kernel(op: OpOverload) -> bool:
-    """Returns whether torch has but a kernel for an operation on dense tensors of one device."""
-    if op.namespace != "aten" or has_kernel(op.name(), "CompositeImplicitAutograd"):
-        return False
-    if op in _OF_ONE_DEVICE or op.name().startswith("aten::_foreach_"):
-        return True
-    is_special = is_taken_apart(op) or any(check(op) for check, _ in op_implementations_checks)
-    return has_meta(op) and not is_special
-
-
-# Not views: to dims of size 1 their kernel gives other strides than torch's fake tensors do.
-_OF_ONE_DEVICE: Final = frozenset((_aten.slice.Tensor, _aten.select.int, _aten.copy_.default))
-"""Operations that torch runs otherwise for several devices, and for sizes that are symbols."""
-
-
-def _wrapped(mode: FakeTensorMode, device: torch.device, made: Any) -> Any:
-    if type(made) in (list, tuple):
-        return type(made)([_wrapped(mode, device, each) for each in made])
-    return _make_fake(mode, made, device) if type(made) is Tensor else made
+_BY_TENSORS: Final[dict[OpOverload, Callable[..., Any]]] = {
+    _aten._grouped_mm.default: _grouped_result,
+    _aten.native_layer_norm.default: native_layer_norm,  # torch runs it outside of its mode
+}
 
 
 def empty(
@@ -370,25 +324,7 @@ def empty(
     if mode.shape_env is not None:
         return torch.empty(shape, dtype=dtype, device=device)
     with DisableTorchFunction(), DisableTorchDispatch():
-        return _make_fake(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
-
-
-def _make_fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> FakeTensor:
-    """Makes a fake tensor as torch makes it, which takes as long as an operation on it.
-
-    Its fields are those of the first one of the mode, which torch has made.
-    """
-    fields = mode.__dict__.setdefault("_shardmap_fields", {})
-    if device not in fields:
-        first = FakeTensor(mode, meta, device)
-        fields[device] = dict(first.__dict__)
-        return first
-    made: FakeTensor = make_subclass(
-        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-    )
-    set_throw_on_data_pointer(made)
-    made.__dict__.update(fields[device])
-    return made
+        return make_fake(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 def _describe(
@@ -504,23 +440,21 @@ def _make_one(mode: FakeTensorMode, item: _Made, operands: Sequence[FakeTensor])
         if operand is not None:  # a view would ask for its device, for which torch imports DTensor
             offset = item.offset + operand.storage_offset()
             made.set_(operand.untyped_storage(), offset, item.shape, item.stride)
-        fake = _make_fake(mode, made, item.device)
+        fake = make_fake(mode, made, item.device)
         address = fake.untyped_storage()._cdata
     fake.__dict__[SEEN] = mode, item.number, address, item.shape, item.dtype
     return fake
 
 
 def fake_mode(
-    env: "ShapeEnv | None" = None, refuse_thread: Callable[[], object] | None = None
-) -> FakeTensorMode:
+    env: "ShapeEnv | None" = None, refuse_thread: Callable[[], object] = lambda: None
+) -> CheckMode:
     """Makes a mode for one check; `env` has the sizes that are symbols.
 
     `refuse_thread` is called by operations on threads that the body has started. torch's memory
     would keep the shapes of every operation, a kilobyte each, and forget none.
     """
     # What a body closes over has the sizes that it has.
-    mode = make_fake_mode(
-        refuse_thread, allow_non_fake_inputs=True, shape_env=env, static_shapes=True
-    )
+    mode = CheckMode(refuse_thread, allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
     mode.cache_enabled = False
     return mode

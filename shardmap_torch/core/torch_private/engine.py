@@ -42,6 +42,7 @@ from torch._functorch.utils import enable_single_level_autograd_function as allo
 from torch._functorch.vmap import restore_vmap
 from torch._guards import Source
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._refs import native_layer_norm
 from torch._subclasses.fake_impls import has_meta, op_implementations_checks
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -70,7 +71,6 @@ make_subclass: Final[Callable[..., Any]] = Tensor._make_subclass
 fused_adamw_: Final[Callable[..., None]] = torch._fused_adamw_
 """Steps many tensors in place and in one pass, as `torch.optim.AdamW(fused=True)` does."""
 
-disable_dynamo: Final[Callable[..., Any]] = torch._disable_dynamo  # type: ignore[attr-defined]
 use_count: Final[Callable[[Tensor], int]] = Tensor._use_count  # type: ignore[attr-defined]
 """Returns how many hold a tensor, those in C++ too."""
 

@@ -1,169 +1,147 @@
-"""Fake tensors without importing `torch._dynamo`, which takes a second, and sympy, 0.4 seconds.
+"""The fake tensor mode of checks, and modules of torch's that it imports when it needs them.
 
-torch's fake tensor mode imports it to read three flags (torch 2.13, `FakeTensorMode.__init__`), and
-so does what it wraps in `torch._disable_dynamo`, such as the shapes of many operators, to have
-Dynamo not look into it. Here the mode gets these flags as their environment variables have them,
-and what is wrapped is called as it is. Where a program has imported `torch._dynamo` anyway, and may
-have set the flags or be compiling, torch's own code runs as it is.
-
-sympy comes with `torch.fx.experimental.symbolic_shapes`, from which the shapes of operators import
-functions when they run. While a check runs, and no symbol exists, others answer in its place.
+torch's mode imports `torch._dynamo`, which takes a second, to read three flags and to have Dynamo
+leave functions alone. The shapes of operators import functions on sizes that are symbols, and with
+them sympy, which takes 0.4 seconds. While a check runs, and nothing else is asked of these modules,
+others answer in their place.
 """
 
-import builtins
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
 from importlib import import_module
-from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any, Final, cast
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.fx import experimental
 
-from shardmap_torch.core.caching import memo
-from shardmap_torch.core.torch_private.engine import FakeTensorMode, disable_dynamo
+from shardmap_torch.core.torch_private.engine import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    has_kernel,
+    has_meta,
+    in_kernel_invocation,
+    is_taken_apart,
+    make_subclass,
+    op_implementations_checks,
+    set_throw_on_data_pointer,
+)
 
-DYNAMO: Final = "torch._dynamo"
 
-_VARIABLES: Final[dict[str, tuple[str, Any]]] = {
-    "_custom_ops_profile": ("", None),
-    "fake_tensor_cache_enabled": ("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "1"),
-    "fake_tensor_cache_crosscheck_enabled": ("TORCH_FAKE_TENSOR_DISPATCH_CACHE_CROSSCHECK", "0"),
-}
-"""The environment variable of each flag, which is 1 where it is set, and the default."""
+class CheckMode(FakeTensorMode):
+    """A mode that runs operations by their kernels, where torch does no more than that.
 
+    It takes torch a millisecond to find that out, for each operation anew, and kernels in C++ would
+    ask Python for the device of each operand, for which torch imports DTensor.
 
-def make_fake_mode(
-    refuse_thread: Callable[[], object] | None = None, **options: Any
-) -> FakeTensorMode:
-    """Makes a fake tensor mode with these options of torch's.
-
-    torch enters it for each operation on its tensors where it is not on, as on a thread that did
-    not make it; `refuse_thread` is called there, and raises.
+    Attributes:
+        refuse_thread: called on another thread than that which made the mode. torch enters it there
+            for each operation on its tensors.
     """
-    made = FakeTensorMode if DYNAMO in sys.modules else _LightMode
-    if refuse_thread is None:
-        return made(**options)
-    mode: Any = _on_one_thread(made)(**options)
-    mode.refusing = threading.get_ident(), refuse_thread
-    return cast(FakeTensorMode, mode)
 
-
-@memo
-def _on_one_thread(made: type[FakeTensorMode]) -> type[FakeTensorMode]:
-    return type("OneThreadMode", (_OneThread, made), {})
-
-
-class _OneThread:
-    """Part of a mode that other threads than its own cannot enter."""
-
-    refusing: tuple[int, Callable[[], object]]
+    def __init__(self, refuse_thread: Callable[[], object] = lambda: None, **options: Any) -> None:
+        super().__init__(**options)
+        self.refuse_thread = refuse_thread
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Any:
-        if threading.get_ident() != self.refusing[0]:
-            self.refusing[1]()
-        return super().__enter__()  # type: ignore[misc]  # torch's
+        if threading.get_ident() != self._thread:
+            self.refuse_thread()
+        return super().__enter__()
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation."""
+        made = self.run_kernel(func, args, kwargs or {})
+        return super().dispatch(func, types, args, kwargs or {}) if made is UNTRIED else made
+
+    def run_kernel(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operation by its kernel for tensors without data, or leaves it to torch."""
+        has_more = any(isinstance(each, Tensor | list | tuple) for each in kwargs.values())
+        if self.shape_env is not None or has_more or kwargs.get("device") or not _is_by_kernel(op):
+            return UNTRIED
+        own: dict[int, FakeTensor] = {}
+        with suppress(Exception), in_kernel_invocation(self):  # torch's own words are better
+            given = [self._bare(each, own) for each in args]
+            (device,) = {each.fake_device for each in own.values()}
+            return self._wrapped(device, op(*given, **kwargs), own)
+        return UNTRIED
+
+    def _bare(self, value: Any, own: dict[int, FakeTensor]) -> Any:
+        """Returns an argument for a kernel: for tensors others, whose device C++ reads itself."""
+        if type(value) in (list, tuple):
+            return [self._bare(each, own) for each in value]
+        if not isinstance(value, Tensor):
+            return value
+        if type(value) is not FakeTensor or value.fake_mode is not self or not is_simple(value):
+            raise TypeError("torch treats it otherwise")
+        meta = torch.empty(0, dtype=value.dtype, device="meta")
+        meta.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+        bare = make_subclass(FakeTensor, meta, False, device_for_backend_keys=value.fake_device)
+        bare.__dict__.update(value.__dict__)
+        own[id(bare)] = value
+        return bare
+
+    def _wrapped(self, device: torch.device, made: Any, own: Mapping[int, FakeTensor]) -> Any:
+        if type(made) in (list, tuple):
+            return type(made)([self._wrapped(device, each, own) for each in made])
+        return make_fake(self, made, device) if type(made) is Tensor else own.get(id(made), made)
 
 
-def light(method: Any) -> Callable[..., Any]:
-    """Returns a function that does not import `torch._dynamo` to read its flags."""
-    own = {**vars(builtins), "__import__": _import}
-    known = {**method.__globals__, "__builtins__": own, "torch": _TORCH}
-    name, defaults = method.__name__, method.__defaults__
-    function = FunctionType(method.__code__, known, name, defaults, method.__closure__)
-    function.__kwdefaults__ = method.__kwdefaults__
-    return function
+UNTRIED: Final = object()
 
 
-def _import(
-    name: str, names: Any = None, local: Any = None, fromlist: Sequence[str] = (), level: int = 0
-) -> Any:
-    """Imports a module, but gives what stands for `torch` with the flags of `torch._dynamo`."""
-    if name == "torch._dynamo.config" and not fromlist:
-        return _TORCH
-    module = builtins.__import__(name, names, local, fromlist, level)
-    return _TORCH if module is torch else module
+def is_simple(tensor: FakeTensor) -> bool:
+    """Returns whether shape, strides, dtype and device say all about a tensor but its values."""
+    return (
+        tensor.constant is None
+        and tensor.layout is torch.strided
+        and not tensor.dtype.is_complex
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()  # a tangent that forward mode leaves out
+        and not tensor.is_quantized
+    )
 
 
-class _Flags:
-    """The flags of `torch._dynamo.config`; others than those that are known are torch's own."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _VARIABLES and DYNAMO not in sys.modules:
-            variable, default = _VARIABLES[name]
-            return os.environ.get(variable, default) == "1" if variable else default
-        return getattr(import_module("torch._dynamo.config"), name)
-
-
-class _Torch:
-    """The module `torch`, of which `_dynamo` has the flags alone."""
-
-    _dynamo = SimpleNamespace(config=_Flags())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-_TORCH: Final = _Torch()
-
-
-class _LightMode(FakeTensorMode):
-    """A mode of torch's whose code does not import Dynamo."""
-
-    __init__ = light(FakeTensorMode.__init__)
-    _dispatch_impl = light(FakeTensorMode._dispatch_impl)
-    # torch wraps it so that Dynamo does not look into it, for which it imports Dynamo.
-    __torch_dispatch__ = FakeTensorMode.__torch_dispatch__.__wrapped__  # type: ignore[attr-defined]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
+@lru_cache(maxsize=4096)
+def _is_by_kernel(op: OpOverload) -> bool:
+    """Returns whether torch has but a kernel for an operation on dense tensors of one device."""
+    if not isinstance(op, OpOverload) or op.namespace != "aten":
         return False
+    if has_kernel(op.name(), "CompositeImplicitAutograd") or torch.Tag.inplace_view in op.tags:
+        return False
+    if op in _OF_ONE_DEVICE or op.name().startswith("aten::_foreach_"):
+        return True
+    is_special = is_taken_apart(op) or any(check(op) for check, _ in op_implementations_checks)
+    return has_meta(op) and not is_special
 
 
-@contextmanager
-def postponing_dynamo() -> Iterator[None]:
-    """Has functions that Dynamo must not look into called as they are, while it is not there."""
-    if DYNAMO in sys.modules:
-        yield
-        return
-    held = [function for function in _disabled() if _HELD not in vars(function)]
-    for function in held:
-        setattr(function, _HELD, function)
-    try:
-        yield
-    finally:
-        for function in held:
-            vars(function).pop(_HELD, None)
+_aten: Final = torch.ops.aten
+# Not views: to dims of size 1 their kernel gives other strides than torch's fake tensors do.
+_OF_ONE_DEVICE: Final = frozenset((_aten.slice.Tensor, _aten.select.int, _aten.copy_.default))
+"""Operations that torch runs otherwise for several devices, and for sizes that are symbols."""
 
 
-_HELD: Final = "__dynamo_disable"
-"""The attribute in which torch keeps what it calls in place of a function (2.13, `_compile.py`)."""
+def make_fake(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> FakeTensor:
+    """Makes a fake tensor as torch makes it, which takes as long as an operation on it.
 
-_PARTS: Final = ("torch._refs", "torch._decomp", "torch._meta_registrations", "torch._prims")
-"""Modules that have the shapes of operators."""
-
-
-@memo
-def _disabled() -> tuple[Any, ...]:
-    """Finds the functions of these modules that torch wraps so."""
-    wrapper = disable_dynamo(_disabled).__code__
-    modules = [module for name, module in sys.modules.items() if name.startswith(_PARTS)]
-    found: dict[int, FunctionType] = {}
-    seen: set[int] = set()
-    waiting = [value for module in modules for value in vars(module).values()]
-    while waiting:
-        function = waiting.pop()
-        if not isinstance(function, FunctionType) or id(function) in seen:
-            continue
-        seen.add(id(function))
-        around = [cell.cell_contents for cell in function.__closure__ or ()]
-        waiting += around
-        if function.__code__ is wrapper:
-            found |= {id(each): each for each in around if isinstance(each, FunctionType)}
-    return tuple(found.values())
+    Its fields are those of the first one of the mode, which torch has made.
+    """
+    fields = mode.__dict__.setdefault("_shardmap_fields", {})
+    if device not in fields:
+        first = FakeTensor(mode, meta, device)
+        fields[device] = dict(first.__dict__)
+        return first
+    made: FakeTensor = make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    set_throw_on_data_pointer(made)
+    made.__dict__.update(fields[device])
+    return made
 
 
 class _StandIn(ModuleType):
@@ -178,8 +156,8 @@ class _StandIn(ModuleType):
         self._answers = answers
 
     def __getattr__(self, name: str) -> Any:
-        is_package = "." not in self.__name__
-        if name.startswith("__") and name != "__all__" and not (is_package and name == "__path__"):
+        is_path = name == "__path__" and self.__name__ in ("sympy", DYNAMO)
+        if name.startswith("__") and name != "__all__" and not is_path:
             raise AttributeError(name)
         asking = sys._getframe(1)
         is_torch = asking.f_globals.get("__name__", "").partition(".")[0] == "torch"
@@ -210,9 +188,8 @@ def _are_sizes(*values: Any) -> bool:
 
 
 def _has_sizes(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or value.is_sparse:
-        return False
-    return _are(int)(*value.shape, *value.stride(), value.storage_offset())
+    is_dense = isinstance(value, Tensor) and not value.is_sparse
+    return is_dense and _are(int)(*value.shape, *value.stride(), value.storage_offset())
 
 
 def _never(*values: Any) -> bool:
@@ -228,6 +205,7 @@ class _NeverError(Exception):
     """In place of classes of which there is nothing, and nothing raised, while no symbol exists."""
 
 
+DYNAMO: Final = "torch._dynamo"
 SYMBOLS: Final = "torch.fx.experimental.symbolic_shapes"
 _FUNCTIONS: Final = {
     name: _plain(name, are_plain, answer)
@@ -246,31 +224,57 @@ _FUNCTIONS: Final = {
     )
     for name in names.split()
 }
+
+
+def _leave_alone(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `torch._dynamo.disable`, whose result torch keeps in a function's fields."""
+    _LEFT_ALONE.append(function)
+    return function
+
+
+_LEFT_ALONE: Final[list[Any]] = []
+_FLAGS: Final = {  # their defaults; no result depends on them
+    "_custom_ops_profile": None,
+    "fake_tensor_cache_enabled": True,
+    "fake_tensor_cache_crosscheck_enabled": False,
+}
+_CONFIG: Final = _StandIn(f"{DYNAMO}.config", _FLAGS)
+_COMPILED: Final = SimpleNamespace(_disable=nullcontext)
+_OF_DYNAMO: Final = {"config": _CONFIG, "disable": _leave_alone, "compiled_autograd": _COMPILED}
 _STAND_INS: Final = {
-    SYMBOLS: _StandIn(SYMBOLS, _FUNCTIONS | {"GuardOnDataDependentSymNode": _NeverError}),
-    "sympy": _StandIn("sympy", {"Basic": _NeverError}),
+    each.__name__: each
+    for each in (
+        _StandIn(SYMBOLS, _FUNCTIONS | {"GuardOnDataDependentSymNode": _NeverError}),
+        _StandIn("sympy", {"Basic": _NeverError}),
+        _StandIn("torch.utils._sympy.functions", {"Max": _NeverError}),
+        _StandIn(DYNAMO, _OF_DYNAMO),
+        _CONFIG,
+    )
 }
 
 
 class _Standing:
-    """Counts the checks that run, during which the stand-ins are there until a module is needed."""
+    """Counts the checks that run, during which the stand-ins are where no module is yet."""
 
     def __init__(self) -> None:
-        self.lock, self.checks, self.is_over = threading.Lock(), 0, False
+        self.lock, self.checks = threading.Lock(), 0
 
-    def change(self, checks: int, is_over: bool = False) -> None:
-        """Changes how many run, and whether none may stand in any more."""
+    def change(self, checks: int, stand: bool = True) -> None:
+        """Changes how many run, and has what stands in do so, or not."""
         with self.lock:
             self.checks += checks
-            self.is_over |= is_over
-            wanted = self.checks > 0 and not self.is_over
-            if wanted and not _STAND_INS.keys() & sys.modules.keys():
-                sys.modules.update(_STAND_INS)
-                experimental.symbolic_shapes = _STAND_INS[SYMBOLS]
-            elif not wanted and sys.modules.get(SYMBOLS) is _STAND_INS[SYMBOLS]:
-                for name in _STAND_INS:
-                    sys.modules.pop(name)
-                del experimental.symbolic_shapes
+            if self.checks > 0 and stand:
+                for name, module in _STAND_INS.items():
+                    sys.modules.setdefault(name, module)
+                experimental.symbolic_shapes = sys.modules[SYMBOLS]
+                return
+            for name, module in _STAND_INS.items():
+                if sys.modules.get(name) is module:
+                    del sys.modules[name]
+            if SYMBOLS not in sys.modules:
+                vars(experimental).pop("symbolic_shapes", None)
+            while _LEFT_ALONE:
+                vars(_LEFT_ALONE.pop()).pop("__dynamo_disable", None)
 
 
 _STANDING: Final = _Standing()
@@ -278,24 +282,18 @@ _STANDING: Final = _Standing()
 
 def _imported(name: str) -> ModuleType:
     """Imports a module itself; who has its stand-in finds all of its names there from now on."""
-    _STANDING.change(0, is_over=True)
+    _STANDING.change(0, stand=False)
     module = import_module(name)
     vars(_STAND_INS[name]).update(vars(module))
+    _STANDING.change(0)
     return module
 
 
 @contextmanager
-def postponing_symbols() -> Iterator[None]:
-    """Has torch do without symbols for sizes, for which it imports sympy, while there are none."""
+def postponing_imports() -> Iterator[None]:
+    """Has torch do without Dynamo and sympy, while it needs nothing of them."""
     _STANDING.change(1)
     try:
         yield
     finally:
         _STANDING.change(-1)
-
-
-@contextmanager
-def postponing_imports() -> Iterator[None]:
-    """Does both, around a check."""
-    with postponing_dynamo(), postponing_symbols():
-        yield

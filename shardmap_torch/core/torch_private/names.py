@@ -98,8 +98,8 @@ comparisons of what a body refers to with what it was checked with
 code that Dynamo leaves alone
   torch._C._dynamo.eval_frame: _FrameAction _FrameExecStrategy set_code_exec_strategy set_eval_frame
 first checks without Dynamo
-  torch: _disable_dynamo
-  torch._subclasses.fake_tensor: FakeTensorMode._dispatch_impl
+  torch._refs: native_layer_norm
+  torch._subclasses.fake_tensor: FakeTensorMode.dispatch
 one verdict for many sizes
   torch._guards: Source
 trackers of modules, as CommDebugMode has one

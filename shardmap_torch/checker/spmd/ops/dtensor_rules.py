@@ -3,7 +3,6 @@
 It is queried for one axis at a time, and only answers that need no data movement are used.
 """
 
-import sys
 from collections.abc import Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -35,7 +34,6 @@ from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     disable_current_modes,
 )
-from shardmap_torch.core.torch_private.fake_modes import DYNAMO
 
 
 @dataclass(frozen=True)
@@ -278,11 +276,9 @@ def _propagated(
     with DisableTorchFunction(), disable_current_modes():
         try:
             schema = _schema(op, args, dict(kwargs), _mesh(size))
-            # torch would make a mode of its own, which imports Dynamo for a second or more. But
-            # under one, torch 2.14 does not remember what moves cost by sizes, which it cannot
-            # either where these are symbols.
-            is_faked = _has_symbols(args) or DYNAMO not in sys.modules
-            with fake_mode() if is_faked else nullcontext():
+            # Under a mode, torch 2.14 does not remember what moves cost by sizes, which it cannot
+            # where these are symbols.
+            with fake_mode() if _has_symbols(args) else nullcontext():
                 found = _propagator().propagate_op_sharding_non_cached(schema)
         except Exception as error:
             raise UnrelatedError("torch does not know how its results are sharded", WRAP) from error
