@@ -236,11 +236,7 @@ def redistribute(
             f"redistribute from {source} to {target}: V does not say how the ranks' values are put "
             "together; name the dim with S(dim)."
         )
-    dtypes = {
-        "comm_dtype": comm_dtype,
-        "grad_comm_dtype": grad_comm_dtype,
-        "out_dtype": out_dtype,
-    }
+    dtypes = {"comm_dtype": comm_dtype, "grad_comm_dtype": grad_comm_dtype, "out_dtype": out_dtype}
     move = _COLLECTIVES.get((source.kind, target.kind))
     if move is not None:
         collective, arguments = move
@@ -284,8 +280,7 @@ def _move_shards(x: X, axis: Axis, *, split_dim: int, concat_dim: int, **dtypes:
 
 _COLLECTIVES: Final[
     Mapping[
-        tuple[str, str],
-        tuple[Callable[..., Any], Callable[[AxisType, AxisType], dict[str, Any]]],
+        tuple[str, str], tuple[Callable[..., Any], Callable[[AxisType, AxisType], dict[str, Any]]]
     ]
 ] = {
     ("S", "S"): (_move_shards, lambda src, dst: {"split_dim": dst.dim, "concat_dim": src.dim}),

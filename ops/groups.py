@@ -20,7 +20,7 @@ from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.ops.arguments import Axis, read_axes
+from shardmap_torch.ops.arguments import Axis, X, read_axes
 from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
 from shardmap_torch.ops.transfers import transfers_of
@@ -136,12 +136,12 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
         """Sums a tensor over the ranks, in place."""
-        (x,) = tensors
+        x = _only(tensors)
         return self._write("all_reduce", [x], [], lambda: [self.reduced(x, options)])
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
         """Gives all ranks the value of one, in place."""
-        (x,) = tensors
+        x = _only(tensors)
 
         def move() -> Sequence[Tensor]:
             return [broadcast(x, self.axes, options.rootRank, dst=I)]
@@ -157,7 +157,7 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any = None
     ) -> Arriving:
         """Writes the value of each rank into a tensor of a list."""
-        (listed,), (x,) = outputs, tensors
+        listed, x = _only(outputs), _only(tensors)
         return self._write("all_gather", listed, [x], lambda: self.gathered(x, False).unbind(0))
 
     def reduce_scatter_single(self, output: Tensor, x: Tensor, options: Any) -> Arriving:
@@ -171,7 +171,7 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], options: Any
     ) -> Arriving:
         """Writes this rank's tensor of the sums of those of a list."""
-        (listed,) = tensors
+        listed = _only(tensors)
 
         def move() -> Sequence[Tensor]:
             return [self.scattered(torch.stack([*listed]), options, False)]
@@ -198,14 +198,14 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Sequence[Tensor], peer: Any, tag: int = 0) -> Arriving:
         """Sends a tensor to one rank; until it has been waited for, nothing may write into it."""
-        (x,) = tensors
+        x = _only(tensors)
         with self._entered("send", tensors) as scope:
             transfers_of(scope.backend).send(self.axes, peer, tag, x)
         return Arriving(partial(_end, begun(scope, [], tensors)))
 
     def recv(self, tensors: Sequence[Tensor], peer: Any, tag: int = 0) -> Arriving:
         """Writes what one rank has sent into a tensor."""
-        (x,) = tensors
+        x = _only(tensors)
         with self._entered("recv", tensors) as scope:
             receive = transfers_of(scope.backend).receive(self.axes, peer, tag, x)
         arriving = begun(scope, tensors, [])
@@ -314,6 +314,13 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
                     output.copy_(result)
 
         return Arriving(arrive)
+
+
+def _only(given: Sequence[X]) -> X:
+    """Returns what a list has, for torch's own groups take one alone."""
+    if len(given) != 1:
+        raise CollectiveError(f"A group takes lists of one tensor, not of {len(given)}.")
+    return given[0]
 
 
 def _end(arriving: Callable[[], AbstractContextManager[None]]) -> None:

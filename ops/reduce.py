@@ -115,10 +115,7 @@ def _summing(operation: Collective, x: Tensor, finish: Finish | None) -> Reading
 
 
 def _sum_all(
-    scope: Scope,
-    total: Collective,
-    finish: Finish | None,
-    xs: Sequence[Tensor],
+    scope: Scope, total: Collective, finish: Finish | None, xs: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Sums of several tensors; where their dtypes count, each is a collective of its own."""
     xs = list(map(_summable, xs))
@@ -231,11 +228,7 @@ def check_split(
 
 @memo
 def _reduction(
-    axes: tuple[str, ...],
-    dst: TypeLike,
-    src: TypeLike | None,
-    op: str,
-    *dtypes: torch.dtype | None,
+    axes: tuple[str, ...], dst: TypeLike, src: TypeLike | None, op: str, *dtypes: torch.dtype | None
 ) -> Collective | Extremum:
     """Returns the same object for the same arguments, which are checked once."""
     to = read_type("all_reduce", dst, "dst", (R, I))

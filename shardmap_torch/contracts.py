@@ -7,8 +7,9 @@ not explain: that is a mistake of this package.
 """
 
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from errno import ENAMETOOLONG
 from functools import wraps
 from os import PathLike
 from types import UnionType
@@ -28,6 +29,8 @@ _REFUSALS: Final = (
 )
 """Errors by which torch refuses operands; those derived from these mean something else."""
 
+_PACKAGE: Final = __name__.partition(".")[0]
+
 _SIGNS: Final = (
     *("Dimension out of range", "must be", "invalid combination of arguments"),
     *("too big to convert", "Overflow when unpacking"),
@@ -36,12 +39,33 @@ _SIGNS: Final = (
 
 
 def export(namespace: dict[str, Any], names: Sequence[str], error: type[ShardMapError]) -> None:
-    """Has the functions of a package raise `error` where wrong arguments make them fail."""
+    """Has the functions of a package raise `error` where wrong arguments make them fail.
+
+    The methods of classes do too, those of classes derived from them in this package included.
+    """
     for name in set(names) & namespace.keys():  # others are loaded when they are asked for
         value = namespace[name]
-        if inspect.isfunction(value) and value.__code__.co_filename != __file__:  # else it has been
-            if value.__module__.startswith(namespace["__name__"]):
-                namespace[name] = _explaining(value, error)
+        if inspect.isclass(value) and not issubclass(value, BaseException):
+            _export_methods(value, error, name)
+        elif _is_own(value) and value.__module__.startswith(namespace["__name__"]):
+            namespace[name] = _explaining(value, error, name)
+
+
+def _is_own(value: object) -> bool:
+    """Returns whether it is a function of this package that does not explain its errors yet."""
+    if not inspect.isfunction(value) or value.__code__.co_filename == __file__:
+        return False
+    return value.__module__.startswith(_PACKAGE)
+
+
+def _export_methods(owner: type[Any], error: type[ShardMapError], name: str) -> None:
+    for method in dir(owner):
+        value = inspect.getattr_static(owner, method)
+        if not method.startswith("_") and _is_own(value):
+            if len(inspect.signature(value).parameters) > 1:  # else there is nothing to explain
+                setattr(owner, method, _explaining(value, error, f"{name}.{method}"))
+    for derived in owner.__subclasses__():
+        _export_methods(derived, error, name)
 
 
 def call_given(
@@ -61,22 +85,30 @@ def call_given(
         raise error(f"{what} of {name}: it cannot be called so: {raised}.") from raised
 
 
-def _explaining(function: Callable[..., Any], error: type[ShardMapError]) -> Callable[..., Any]:
+def _explaining(
+    function: Callable[..., Any], error: type[ShardMapError], name: str
+) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as raised:
-            text = _explanation(function, args, kwargs, raised)
+            # A method may be called by a function of ours, whose arguments are to blame.
+            is_inner = "." in name and sys._getframe(1).f_globals["__name__"].startswith(_PACKAGE)
+            text = None if is_inner else _explanation(function, name, args, kwargs, raised)
             if text is None:
                 raise
-            raise error(f"{function.__name__}: {text}") from raised
+            raise error(f"{name}: {text}") from raised
 
     return call
 
 
 def _explanation(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], raised: Exception
+    function: Callable[..., Any],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    raised: Exception,
 ) -> str | None:
     """Says what is wrong with the arguments; None where they are not to blame."""
     if isinstance(raised, ShardMapError) or is_raised_by_user(raised):
@@ -85,19 +117,20 @@ def _explanation(
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as unbound:
-        return f"{unbound}; it is {function.__name__}{_without_types(signature)}."
+        return f"{unbound}; it is {name}{_without_types(signature)}."
+    given.pop("self", None)
     hints = get_type_hints(function)
     wrong = [
-        f"{name}={_shown(value)} {problem}."
-        for name, value in given.items()
-        for problem in _problems(value, hints.get(name, Any), raised)
+        f"{word}={_shown(value)} {problem}."
+        for word, value in given.items()
+        for problem in _problems(value, hints.get(word, Any), raised)
     ]
     if wrong:
         return " ".join(dict.fromkeys(wrong))
     if type(raised) not in _REFUSALS or not _is_of_torch(raised):
         return None
     why = (str(raised).splitlines() or [repr(raised)])[0]
-    met = ", ".join(f"{name}={_shown(value)}" for name, value in given.items())
+    met = ", ".join(f"{word}={_shown(value)}" for word, value in given.items())
     return f"torch refuses {met}: {why}"
 
 
@@ -121,23 +154,41 @@ def _problems(value: object, hint: Any, raised: Exception) -> Iterator[str]:
     name = getattr(value, "__qualname__", None)
     if isinstance(raised, TypeError) and name and str(raised).startswith(f"{name}()"):
         yield f"cannot be called as it is here: {raised}"
-    if isinstance(raised, OSError) and raised.errno == ENAMETOOLONG:
-        if isinstance(value, str | PathLike) and str(raised.filename).startswith(str(value)):
-            yield "is too long for a file name"
+    if isinstance(raised, KeyError):
+        yield from _unknown(value, raised.args[0])
+    if isinstance(value, str | PathLike):
+        if isinstance(raised, OSError) and str(raised.filename).startswith(str(value)):
+            yield f"cannot be used: {raised.strerror}"
+        elif type(raised) is ValueError and "\0" in str(value):
+            yield f"cannot be used: {raised}"
     try:
         leaves = flatten(value)[0]
     except Exception:  # whatever a container of the user's raises
         yield "is no tree of tensors"
         return
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            yield from _oddities(leaf)
-        elif isinstance(raised, AttributeError) and raised.obj is leaf:
+        yield from _oddities(leaf, raised)
+
+
+def _unknown(value: object, key: object) -> Iterator[str]:
+    """Yields how an argument explains that a mapping lacks a key."""
+    named = [value, *value] if isinstance(value, str | tuple | list) else [value]
+    if any(type(each) is type(key) and each == key for each in named):
+        yield f"names {show(key)}, which is unknown"
+    elif isinstance(value, Mapping) and key not in value:
+        yield f"lacks {show(key)}"
+
+
+def _oddities(leaf: object, raised: Exception) -> Iterator[str]:
+    """Yields what is wrong with a leaf of an argument."""
+    if not isinstance(leaf, Tensor):
+        if isinstance(raised, AttributeError) and raised.obj is leaf:
             yield f"has no .{raised.name}"
-
-
-def _oddities(tensor: Tensor) -> Iterator[str]:
-    base = base_of(tensor)
+        called = re.findall(r"(\w+)\(\)", str(raised))
+        if isinstance(leaf, type) and any(hasattr(leaf, name) for name in called):
+            yield "is a class, and no value of it"
+        return
+    base = base_of(leaf)
     if base.is_nested or base.is_quantized:
         yield f"is a {'nested' if base.is_nested else 'quantized'} tensor, not a dense one"
     elif base.layout != torch.strided:

@@ -22,6 +22,7 @@ from shardmap_torch import (
     all_reduce,
     current_mesh,
     debug_print,
+    explain,
     full,
     lax,
     make_mesh,
@@ -37,9 +38,10 @@ from shardmap_torch import (
     testing,
 )
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.errors import listing
 from shardmap_torch.lax import slicing
-from tests.support.bad_calls import library_call
-from tests.support.bad_input import internal_errors
+from tests.support.bad_calls import library_call, method_call
+from tests.support.bad_input import internal_errors, limited
 from tests.support.fuzzing import sized
 
 NUM_SEEDS = sized(150, 5_000)
@@ -59,6 +61,29 @@ def test_junk_for_the_libraries_is_refused_by_name_too(
     found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS), library_call))
     assert not found, "\n".join(found)
     assert_nothing_is_left()
+
+
+def test_junk_for_methods_of_what_public_functions_return_is_refused_by_name_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS), method_call))
+    assert not found, "\n".join(found)
+    assert_nothing_is_left()
+
+
+def test_a_call_that_takes_too_long_or_too_much_memory_is_told() -> None:
+    def endless() -> None:
+        while True:
+            pass
+
+    with pytest.raises(TimeoutError), limited(0.1):
+        endless()
+    with pytest.raises(MemoryError), limited(1.0):
+        bytearray(8 << 30)
+    wrong: Any = 3
+    (told,) = internal_errors(range(1), lambda draw: lambda: listing("", wrong))
+    assert told.startswith("seed 0: TypeError at ")
 
 
 def assert_nothing_is_left() -> None:
@@ -139,6 +164,9 @@ def test_a_dtype_that_torch_cannot_add_is_an_error_and_no_hang(dtype: torch.dtyp
 
 
 X = torch.ones(2, 2)
+SGD = optim.sgd(0.1, momentum=0.9)
+GROUP: Any = ops.axis_group(GRID, "a")
+EXPLAINED_PROGRAM = explain(shard_map(double, mesh=GRID, in_specs=P(), out_specs=P()), X)
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (ops.axis_group, (GRID, None), {}, "axis_group: axis=None is no str | Sequence[str]."),
     (parallel.parallel_summary, (3,), {}, "parallel_summary: module=3 is no Module."),
@@ -173,6 +201,20 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (mark_sharding, (X, GRID, 2.5), {}, "2.5 is neither a P nor a sequence of entries."),
     (match_specs, (X, 3), {}, "the patterns are a mapping from paths to P(...)."),
     (match_specs, (X, {"**": 3}), {}, "match_specs: 3 is no P(...)."),
+    (GRID.coordinates, ("x",), {}, "Mesh.coordinates: rank='x' is no int."),
+    (GRID.num_ranks, (["zz"],), {}, "axes=['zz'] names 'zz', which is unknown."),
+    (GRID.rank_at, ({"a": 0},), {}, "place={'a': 0} lacks 'b'."),
+    (GRID.rank_at, (), {}, "argument: 'place'; it is Mesh.rank_at(self, place)."),
+    (EXPLAINED_PROGRAM.html, ("no/where",), {}, "cannot be used: No such file or directory."),
+    (EXPLAINED_PROGRAM.html, ("a\0b",), {}, "path='a\\x00b' cannot be used: embedded null byte."),
+    (
+        SGD.init,
+        (torch.Tensor,),
+        {},
+        "params=<class 'torch.Tensor'> is a class, and no value of it.",
+    ),
+    (SGD.update, (X, X, 3), {}, "Optimizer.update: state=3 is no dict[str, Any]."),
+    (GROUP.allreduce, ([X, X], None), {}, "A group takes lists of one tensor, not of 2."),
 ]
 
 

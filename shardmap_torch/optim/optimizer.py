@@ -99,7 +99,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(
-        self, params: Tree, grads: Tree, state: State, *, in_place: bool = False
+        self, params: Tree, grads: Tree, state: dict[str, Any], *, in_place: bool = False
     ) -> tuple[Tree, State]:
         """Returns the parameters and the state after one step.
 
@@ -157,7 +157,7 @@ class Elementwise(Optimizer):
         return {"step": P(), **dict.fromkeys(self.moment_names, params)}
 
     def update(
-        self, params: Tree, grads: Tree, state: State, *, in_place: bool = False
+        self, params: Tree, grads: Tree, state: dict[str, Any], *, in_place: bool = False
     ) -> tuple[Tree, State]:
         """Returns parameters and state after one step.
 

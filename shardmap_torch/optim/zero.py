@@ -170,7 +170,7 @@ class _Zero(Optimizer):
         return self.optimizer.specs(self.shards)
 
     def update(
-        self, params: Tree, grads: Tree, state: State, *, in_place: bool = False
+        self, params: Tree, grads: Tree, state: dict[str, Any], *, in_place: bool = False
     ) -> tuple[Tree, State]:
         if in_place:  # parameters are gathered anew
             raise OptimizerError("zero(...).update has no in_place=: it gathers new parameters.")

@@ -6,8 +6,11 @@ has. What the body itself does, and torch then refuses, is the user's error and 
 """
 
 import random
+import resource
+import signal
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -75,7 +78,7 @@ JUNK: Final[tuple[Callable[[], Any], ...]] = (
     *(
         lambda: "a\0b",
         lambda: np.int64(3),
-        lambda: range(1000),
+        lambda: range(10**12),
         lambda: partial(print),
         lambda: Mesh,
     ),
@@ -285,7 +288,7 @@ def internal_errors(seeds: range, choose: Callable[[Draw], Call] = any_call) -> 
     for seed in seeds:
         draw = Draw(seed)
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), limited():
                 warnings.simplefilter("ignore")
                 choose(draw)()
         except sm.ShardMapError:
@@ -295,6 +298,25 @@ def internal_errors(seeds: range, choose: Callable[[Draw], Call] = any_call) -> 
                 place = extract_tb(error.__traceback__)[-1]
                 where = f"{place.filename}:{place.lineno}"
                 yield f"seed {seed}: {type(error).__name__} at {where}: {str(error)[:200]}"
+
+
+@contextmanager
+def limited(seconds: float = 20.0, num_bytes: int = 4 << 30) -> Iterator[None]:
+    """Raises TimeoutError after so much processor time, and MemoryError for that much memory."""
+
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(f"the call takes over {seconds} s")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before, limits = signal.signal(signal.SIGVTALRM, late), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, limits[1]))
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _is_of_body(error: Exception) -> bool:
