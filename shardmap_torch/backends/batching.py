@@ -59,7 +59,7 @@ def batches_learned_masks(device: torch.device) -> bool:
 
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
     """Multiplies at a level of vmap; rows by a matrix of each rank's own in one call."""
-    level = functorch.peek_interpreter_stack().level()
+    level = functorch.maybe_current_level() or -1  # a tensor may outlive its level, torch says then
     x, x_dim = functorch._unwrap_batched(a, level)
     w, w_dim = functorch._unwrap_batched(b, level)
     if w_dim is None or b.ndim != 2 or a.ndim < 2:
@@ -73,7 +73,7 @@ def _multiply(a: Tensor, b: Tensor) -> Tensor:
 
 def _attend(op: OpOverload, *args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Any:
     """Calls an attention at a level of vmap."""
-    level = functorch.peek_interpreter_stack().level()
+    level = functorch.maybe_current_level() or -1
     operands = [functorch._unwrap_batched(x, level) for x in args if isinstance(x, Tensor)]
     options = args[len(operands) :]  # numbers come last
     masks = [] if attn_mask is None else [functorch._unwrap_batched(attn_mask, level)]

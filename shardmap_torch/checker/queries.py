@@ -11,11 +11,7 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages, proposals
-from shardmap_torch.checker.interpreter.interpreter import (
-    Interpreter,
-    Setting,
-    current_interpreter,
-)
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting, current_interpreter
 from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Asserted, Equation
 from shardmap_torch.checker.ir.repairs import Insert, propose

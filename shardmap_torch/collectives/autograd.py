@@ -21,8 +21,8 @@ from shardmap_torch.core.torch_private.engine import (
     allowing_single_level,
     are_transforms_active,
     forward_level,
-    function_mode_stack,
     functorch,
+    num_function_modes,
     set_forward_mode,
     temporarily_pop_interpreter_stack,
 )
@@ -290,7 +290,7 @@ def apply_transformed(x: Tensor, operation: Any, backend: Any, *markers: Tensor)
     """
     top = None if torch.compiler.is_dynamo_compiling() else functorch.peek_interpreter_stack()
     key = None if top is None else top.key()
-    if key == TransformType.Grad and not function_mode_stack():  # which see `FunctorchForm`
+    if key == TransformType.Grad and not num_function_modes():  # which see `FunctorchForm`
         return _apply_at_gradient((x, *markers), operation, backend)
     if top is None or key != TransformType.Vmap:
         out: Tensor = FunctorchForm.apply(x, operation, backend, *markers)

@@ -17,12 +17,7 @@ from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, ru
 from shardmap_torch.boundary.matching import spec_of
 from shardmap_torch.boundary.shards import join, split
 from shardmap_torch.checker.interpreter.modes import is_user
-from shardmap_torch.checker.ir.own_functions import (
-    GRAD_FN,
-    HOOKS,
-    has_saving_hooks,
-    name_of_hook,
-)
+from shardmap_torch.checker.ir.own_functions import GRAD_FN, HOOKS, has_saving_hooks, name_of_hook
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.storage import apart

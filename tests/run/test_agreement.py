@@ -108,6 +108,32 @@ def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) 
     assert "  rank 1: raises_on_one raises KeyError: 'mode'" in raised
 
 
+def another_device() -> str:
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    f, g = (shard_map(b, mesh=mesh, in_specs=P("i"), out_specs=P()) for b in (same, ones_added))
+    x = torch.ones(2)
+    f(x), g(x)
+    with torch.device("meta" if mesh.rank == 1 else "cpu"):
+        assert f(x) == 2
+        with pytest.raises(CollectiveMismatchError) as told:
+            g(x)
+    mesh.recover()
+    return str(told.value)
+
+
+def ones_added(x: Tensor) -> Tensor:
+    return all_reduce(x.sum() + torch.ones(3).sum(), "i", dst=I)
+
+
+def test_a_default_device_of_one_process_is_told_where_it_makes_another_program(
+    gloo: Gloo,
+) -> None:
+    first, second = gloo(2).run(another_device)
+    assert first == second
+    assert "  rank 0: %2: float32[3] {i: K} = ones(device=cpu" in first
+    assert "  rank 1: %2: float32[3] {i: K} = ones(device=meta" in first
+
+
 def put_right(folder: Path) -> tuple[str, float]:
     mesh = make_mesh((2,), ("i",), kind="process_group")
     rank = torch.distributed.get_rank()

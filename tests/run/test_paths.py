@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import I, Mesh, P, all_gather, all_reduce, check_program, shard_map
-from tests.programs.support.everywhere import run_on, same
+from tests.programs.support.everywhere import KINDS, run_on, same
 from tests.programs.support.harness import random
+from tests.support.pool import Gloo
 
 
 def step(x: Tensor, w: Tensor) -> Tensor:
@@ -40,6 +41,26 @@ def every_path(mesh: Mesh) -> None:
         f(x / size / 4, w)
     assert len(check_program(f, x, w).program_paths) == 3
     assert not check_program(f, x, w).batches
+
+
+def covariance(mesh: Mesh) -> None:
+    """torch asks whether its weights add up to zero, and raises then."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cov(all_gather(x, "tp", dst=I), aweights=w)
+
+    x, w = random((4, 3), 0), random((3,), 1).abs()
+    checks: tuple[Any, ...] = (True, "global")
+    for check in checks:
+        f = shard_map(body, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check=check)
+        same(f(x, w), torch.cov(x, aweights=w))
+        with pytest.raises(RuntimeError, match="weights sum to zero"):
+            f(x, 0 * w)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_what_torch_raises_for_a_number_ends_a_path(kind: Any, gloo: Gloo) -> None:
+    run_on(kind, covariance, gloo)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_a_branch_that_the_check_does_not_see_is_taken_by_each_rank() -> None:
         lambda x: x * x.sum().item(),
         lambda x: x[x > 0],
         lambda x: x * x.tolist()[0],
+        lambda x: x.repeat_interleave(axis_index("tp") + 1),
     ],
 )
 def test_one_program_names_what_only_ranks_run_where_nothing_is_checked(body: Any) -> None:

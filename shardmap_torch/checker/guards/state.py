@@ -55,6 +55,7 @@ from shardmap_torch.core.torch_private.engine import (
     forward_level,
     functorch,
     no_torch_function,
+    num_function_modes,
     tensor_guard,
 )
 from shardmap_torch.errors import ShardTypeError
@@ -646,8 +647,9 @@ def signature(call: Call, captured: CapturedState) -> Signature:
         torch.is_grad_enabled(),
         forward_level() >= 0,
         torch.get_default_dtype(),
+        torch.get_default_device() if num_function_modes() else None,
         table_version(),
-        _autocast() if any(map(torch.is_autocast_enabled, _DEVICES)) else (),
+        _autocast() if True in map(torch.is_autocast_enabled, _DEVICES) else (),
         captured.key(call),
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, Final
 
@@ -47,17 +48,12 @@ from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.functions import METADATA
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
-from shardmap_torch.core.functorch import (
-    base_of,
-    can_receive_gradient,
-    levels,
-    outer_grad_mode,
-)
+from shardmap_torch.core.functorch import base_of, can_receive_gradient, levels, outer_grad_mode
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
     FakeTensor,
     custom_function_call,
-    function_mode_stack,
+    num_function_modes,
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -185,11 +181,15 @@ class _Functions(TorchFunctionMode):
 
     def _apply(self, func: Any, args: Any, kwargs: Any, called: Any) -> Any:
         before, self._interpreter.function = self._interpreter.function, called
+        branches = self._interpreter.numbers.branches
+        known = len(branches.taken)
         try:
             if func is custom_function_call and args[0] is FunctorchForm:
                 return apply_transformed(*args[1:])
             return func(*args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
+            if len(branches.taken) > known and len([*walk_tb(error.__traceback__)]) == 1:
+                branches.ending = error
             what = next((what for part, what in _READ_ONLY.items() if part in str(error)), None)
             if what is None:
                 raise
@@ -216,7 +216,7 @@ class _Functions(TorchFunctionMode):
 
 def seeing(interpreter: Interpreter) -> AbstractContextManager[object]:
     """Sees functions that a backward runs again: torch starts it outside of the function mode."""
-    return _PLAINLY if function_mode_stack() else _Functions(interpreter)
+    return _PLAINLY if num_function_modes() else _Functions(interpreter)
 
 
 HANDS_ON: Final = (

@@ -92,12 +92,7 @@ GRAD_FN: Final = Tensor.grad_fn.__get__  # type: ignore[union-attr]  # torch's s
 """Returns a node, on which hooks can be registered unobserved."""
 
 HOOKS: Final[frozenset[Any]] = frozenset(
-    {
-        Tensor.register_hook,
-        Tensor.register_post_accumulate_grad_hook,
-        Tensor.retain_grad,
-        GRAD_FN,
-    }
+    {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, GRAD_FN}
 )
 """Functions of torch that register hooks on a tensor, or return a node for hooks."""
 

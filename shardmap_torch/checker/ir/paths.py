@@ -101,6 +101,7 @@ class Branches:
         self._must_raise: dict[str, tuple[bool, ShardTypeError]] = {}
         self._due: ShardTypeError | None = None
         self.refusal: ShardTypeError | TransformError | None = None
+        self.ending: Exception | None = None  # an answer had torch raise it, as it has every rank
 
     def end(self) -> None:
         """Ends the interpretation: later conditions are errors."""

@@ -371,6 +371,22 @@ def cross_entropy(
     return (1 - label_smoothing) * picked - label_smoothing * spread
 
 
+def linear_cross_entropy(
+    host: Host, x: Tensor, w: Tensor, target: Tensor, *, linear_bias: Any = None, **how: Any
+) -> Any:
+    """Computes it at once: the operator that does so in pieces, by `options`, has no rule."""
+    if w.ndim != 2:
+        return NotImplemented
+    how = {name: value for name, value in how.items() if value is not None}
+    if how.pop("options", None):
+        host.needs_ranks("the backward of linear_cross_entropy with options")
+    logits = functional.linear(x, w, linear_bias)
+    smoothed = cross_entropy(host, logits, target, **how)
+    if smoothed is NotImplemented:
+        return functional.cross_entropy(logits, target, **how)
+    return smoothed
+
+
 def lstm(host: Host, *args: Any) -> Any:
     """Computes `torch.lstm` in steps, not by oneDNN's kernel, which no rule describes.
 
@@ -398,6 +414,7 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     torch.lstm: lstm,
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
+    functional.linear_cross_entropy: linear_cross_entropy,
     **dict.fromkeys((torch.narrow, Tensor.narrow), narrow),
     **{operator: functional_form(operator) for operator in distributed.OPERATORS},
 }
@@ -427,7 +444,7 @@ def _signature(rewrite: Rewrite) -> Signature:
     return signature(rewrite)
 
 
-_NAMES: Final = {"input": "x", "tensor": "x", "self": "x"}
+_NAMES: Final = {"input": "x", "tensor": "x", "self": "x", "linear_weight": "w"}
 """Names of the first argument."""
 
 METADATA: Final = frozenset(

@@ -18,12 +18,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.ir.paths import (
-    COMPARISONS,
-    AgainError,
-    UnknownNumber,
-    is_arithmetic,
-)
+from shardmap_torch.checker.ir.paths import COMPARISONS, AgainError, UnknownNumber, is_arithmetic
 from shardmap_torch.checker.rewrites import functions
 from shardmap_torch.checker.rewrites.copies import Host
 from shardmap_torch.checker.rewrites.functions import dim_of_part, parts_of, read, write

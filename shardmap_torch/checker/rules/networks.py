@@ -41,10 +41,7 @@ NORMALISATION: Final = merged(
         ),
         "native_group_norm_backward",
     ),
-    each(
-        Row(results=(sums(*_OUT), sums(*_OUT, unread=("weight",)))),
-        "_fused_rms_norm_backward",
-    ),
+    each(Row(results=(sums(*_OUT), sums(*_OUT, unread=("weight",)))), "_fused_rms_norm_backward"),
     each(sums(*_OUT), "native_batch_norm_backward batch_norm_backward"),
     each(GRAD, "cudnn_batch_norm_backward"),
     each(sums("grad_w"), "_weight_norm_interface_backward"),
@@ -70,8 +67,7 @@ LOSSES: Final = merged(
     each(GRAD, "mse_loss_backward smooth_l1_loss_backward huber_loss_backward"),
     each(GRAD, "soft_margin_loss_backward multilabel_margin_loss_backward"),
     each(
-        product("grad_output", "weight"),
-        "binary_cross_entropy_backward multi_margin_loss_backward",
+        product("grad_output", "weight"), "binary_cross_entropy_backward multi_margin_loss_backward"
     ),
     each(_NLL_LOSS, "nll_loss_forward nll_loss2d_forward"),
     each(
@@ -142,10 +138,7 @@ POOLING: Final = merged(
 )
 
 _GRID_BACKWARD: Final = Row(
-    results=(
-        sums("grad_output", unread=("input",)),
-        product("grad_output", "input"),
-    )
+    results=(sums("grad_output", unread=("input",)), product("grad_output", "input"))
 )
 
 RESAMPLING: Final = merged(

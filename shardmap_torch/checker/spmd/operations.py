@@ -57,12 +57,7 @@ Extrema: TypeAlias = frozenset[tuple[str, str]]
 class Operations:
     """Relates the results of ATen operations to those on one device, by rules and types."""
 
-    def __init__(
-        self,
-        interpreter: Interpreter,
-        notes: Notes,
-        positions: Positions,
-    ) -> None:
+    def __init__(self, interpreter: Interpreter, notes: Notes, positions: Positions) -> None:
         """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
         self._positions = positions

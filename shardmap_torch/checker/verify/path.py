@@ -22,12 +22,7 @@ from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.own_functions import own_nodes
-from shardmap_torch.checker.ir.paths import (
-    Branch,
-    Branches,
-    SymbolicNumber,
-    format_branches,
-)
+from shardmap_torch.checker.ir.paths import Branch, Branches, SymbolicNumber, format_branches
 from shardmap_torch.checker.ir.program import Need, PathOutcome, ProgramPath, Where
 from shardmap_torch.checker.ir.repairs import NONE, rejected
 from shardmap_torch.checker.ir.sizes import EXACT
@@ -77,7 +72,7 @@ def require_end_of_path(request: Request, branches: Branches, error: Exception) 
     if isinstance(error, ShardMapError) or not (branches.taken or is_of_number):
         _note_cause(request, error)
         raise error
-    if not is_raised_by_body(error) or is_of_number:
+    if error is not branches.ending and (is_of_number or not is_raised_by_body(error)):
         raise ShardTypeError(f"{name}: {type(error).__name__}: {error}") from error
 
 

@@ -16,6 +16,7 @@ from torch._C import _dispatch_has_kernel_for_dispatch_key as has_kernel
 from torch._C import _ExcludeDispatchKeyGuard as ExcludeDispatchKeys
 from torch._C import _functorch as functorch
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+from torch._C import _len_torch_function_stack as num_function_modes
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_data_pointer
 from torch._C import _vmapmode_decrement_nesting as leave_vmapmode
@@ -59,7 +60,6 @@ from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable_collectives
 from torch.nn.modules import module as modules
-from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack

@@ -55,14 +55,13 @@ interpretation under torch's modes
   torch: Tensor._is_zerotensor Tensor._make_subclass Tensor._use_count
   torch._C: DisableTorchFunction _DisableTorchDispatch _set_grad_enabled
     _disabled_torch_function_impl _dispatch_has_kernel_for_dispatch_key
-    _set_throw_on_mutable_data_ptr
+    _len_torch_function_stack _set_throw_on_mutable_data_ptr
   torch._ops: HigherOrderOperator OpOverload OpOverloadPacket
   torch._subclasses.fake_tensor: DataDependentOutputException DynamicOutputShapeException
     FakeTensor UnsupportedOperatorException in_kernel_invocation_manager
     torch_decomp_decompositions
   torch._decomp: decomposition_table meta_table
   torch._subclasses.fake_impls: has_meta op_implementations_checks
-  torch.overrides: _get_current_function_mode_stack
   torch.utils._python_dispatch: TorchDispatchMode _disable_current_modes
     _get_current_dispatch_mode_stack
 collectives and checks in a backward
@@ -74,7 +73,8 @@ torch.func transforms in and around a body
     _are_functorch_transforms_active _vmapmode_decrement_nesting _vmapmode_increment_nesting
   torch._C._functorch: TransformType get_dynamic_layer_stack_depth get_interpreter_stack
     get_unwrapped is_batchedtensor is_functorch_wrapped_tensor is_gradtrackingtensor
-    maybe_get_bdim maybe_get_level peek_interpreter_stack _set_vmap_fallback_warning_enabled
+    maybe_current_level maybe_get_bdim maybe_get_level peek_interpreter_stack
+    _set_vmap_fallback_warning_enabled
   torch._functorch.eager_transforms: _autograd_grad
   torch._functorch.pyfunctorch: GradInterpreter GradInterpreter._cptr GradInterpreter.lower
     retrieve_all_functorch_interpreters temporarily_clear_interpreter_stack

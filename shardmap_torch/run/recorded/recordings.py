@@ -25,7 +25,7 @@ from shardmap_torch.core.torch_private.engine import (
     are_transforms_active,
     dispatch_mode_stack,
     forward_level,
-    function_mode_stack,
+    num_function_modes,
 )
 from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError
@@ -211,7 +211,7 @@ def serves(tensors: Sequence[Tensor]) -> bool:
     """
     if are_transforms_active() or forward_level() >= 0:
         return False
-    if dispatch_mode_stack() or function_mode_stack():
+    if dispatch_mode_stack() or num_function_modes():
         return False
     if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
         return False
@@ -296,7 +296,7 @@ def switches() -> tuple[Any, ...]:
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     return (
         torch.get_default_dtype(),
-        torch.get_default_device() if function_mode_stack() else None,
+        torch.get_default_device() if num_function_modes() else None,
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),

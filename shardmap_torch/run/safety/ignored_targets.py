@@ -41,11 +41,12 @@ class _Counting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in READING_TARGETS:
-            target = self._counted(func, *_targets(*args, **kwargs))
+            at = READING_TARGETS[func]
+            target = self._counted(func, *_targets(*args[:1], *args[at:], **kwargs))
             if "target" in kwargs:
                 kwargs = {**kwargs, "target": target}
             else:
-                args = (args[0], target, *args[2:])
+                args = (*args[:at], target, *args[at + 1 :])
         return func(*args, **kwargs)
 
     def _counted(self, func: Any, target: Tensor, index: int, reduction: str) -> Tensor:
@@ -65,13 +66,13 @@ def _targets(
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, int, str]:
     """Returns what of a loss's arguments decides whether a target is left out."""
-    return target, ignore_index, reduction
+    return target, -100 if ignore_index is None else ignore_index, reduction
 
 
 def _require_all(target: Tensor, index: int, name: str, loss: str, where: str = "") -> None:

@@ -1,5 +1,6 @@
 """Losses that average over entries, and may leave entries out."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch.nn import functional
@@ -16,8 +17,12 @@ _AVERAGES: Final = overloads(
 IGNORING: Final = overloads("nll_loss_forward nll_loss2d_forward")
 """Losses that leave out entries whose target is `ignore_index`."""
 
-READING_TARGETS: Final[frozenset[Any]] = frozenset({functional.cross_entropy, functional.nll_loss})
-"""Functions whose targets each run reads, so that averages of shards have equal weights."""
+READING_TARGETS: Final[Mapping[Any, int]] = {
+    functional.cross_entropy: 1,
+    functional.nll_loss: 1,
+    functional.linear_cross_entropy: 2,
+}
+"""Functions whose targets, at this position, each run reads: averages have equal weights then."""
 
 
 def is_average(step: Step) -> bool:

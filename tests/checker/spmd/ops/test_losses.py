@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import I, P, ShardTypeError, all_reduce, explain, make_mesh, shard_map
+from shardmap_torch import (
+    I,
+    P,
+    ShardTypeError,
+    TransformError,
+    all_reduce,
+    explain,
+    make_mesh,
+    shard_map,
+)
 from tests.support.pool import Gloo
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -16,6 +25,7 @@ X: Final = torch.randn(8, 4, dtype=torch.float64)
 W: Final = torch.randn(4, 5, dtype=torch.float64)
 IDS: Final = torch.arange(8) % 5
 IGNORED: Final = torch.where(IDS == 3, -100, IDS)  # as many on one rank as on the other
+EYE: Final = torch.eye(5, dtype=torch.float64)
 SPECS: Final[Any] = {"in_specs": (P(), P("dp"), P("dp")), "out_specs": P(), "check": "global"}
 
 LOSSES: Final[list[Loss]] = [
@@ -24,6 +34,10 @@ LOSSES: Final[list[Loss]] = [
     lambda h, t: torch.nn.CrossEntropyLoss(ignore_index=-1)(h, t),
     lambda h, t: functional.cross_entropy(h, t, label_smoothing=0.2),
     lambda h, t: torch.nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1)(h, t),
+    lambda h, t: functional.linear_cross_entropy(h, EYE, t),
+    lambda h, t: functional.linear_cross_entropy(
+        h, linear_weight=EYE, target=t, ignore_index=-1, label_smoothing=0.2, linear_bias=h[0] * 0
+    ),
     lambda h, t: functional.cross_entropy(h.view(-1, 5, 1), t.unsqueeze(1)),
     lambda h, t: functional.binary_cross_entropy_with_logits(
         h, t.view(-1, 1).expand_as(h).to(h.dtype) / 5
@@ -75,8 +89,37 @@ def test_a_run_in_which_a_target_is_ignored_raises(simulate: str) -> None:
 
 
 def test_a_run_in_which_a_target_with_smoothed_labels_is_ignored_raises() -> None:
-    with pytest.raises(ShardTypeError, match="a target is ignore_index=-100"):
-        run(lambda h, t: functional.cross_entropy(h, t, label_smoothing=0.2), IGNORED)
+    losses: list[Loss] = [
+        lambda h, t: functional.cross_entropy(h, t, label_smoothing=0.2),
+        lambda h, t: functional.linear_cross_entropy(h, EYE, t, label_smoothing=0.2),
+    ]
+    for of in losses:
+        with pytest.raises(ShardTypeError, match="a target is ignore_index=-100"):
+            run(of, IGNORED)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_product_and_its_loss_in_pieces_are_those_of_one_device(reduction: str) -> None:
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+
+    def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+        found = functional.linear_cross_entropy(x, w, t, reduction=reduction, options=options)
+        return all_reduce(found.sum(), "dp", op="mean" if reduction == "mean" else "sum", dst=I)
+
+    def mapped(**how: Any) -> Any:
+        on = make_mesh((2,), ("dp",), kind="simulated", **how)
+        specs: Any = (P("dp"), P(), P("dp"))
+        return shard_map(loss, mesh=on, in_specs=specs, out_specs=P(), check="global")
+
+    xs = [X.clone().requires_grad_(), W.mT.clone().requires_grad_()]
+    value = mapped()(*xs, IDS)
+    want = functional.cross_entropy(
+        xs[0] @ xs[1].mT, IDS, reduction=reduction.replace("none", "sum")
+    )
+    torch.testing.assert_close(value, want)
+    torch.testing.assert_close(torch.autograd.grad(value, xs), torch.autograd.grad(want, xs))
+    with pytest.raises(TransformError, match="the backward of linear_cross_entropy with options"):
+        mapped(simulate="vmap")(*xs, IDS)
 
 
 def in_worker() -> None:
