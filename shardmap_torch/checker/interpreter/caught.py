@@ -2,17 +2,19 @@
 
 A check has no values: an operation that may fail, such as a lookup or a factorization, never does
 in it. Where the body catches the error and goes on, a rank would take a way that nobody has typed,
-beside ranks that go the other.
+beside ranks that go the other. Python's table of handlers says whether the body could catch it, and
+the source whether it does.
 """
 
 import ast
 import builtins
 import contextlib
+import dis
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from inspect import getattr_static, getsource
 from textwrap import dedent
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -90,14 +92,28 @@ def _catching() -> str | None:
     """Returns where the body catches what an operation raises at the line that runs, if it does."""
     is_renamed = False
     for frame in frames_in_body():
-        for each in _tries(frame.f_code.co_filename):
-            if not frame.f_code.co_firstlineno <= each.first <= frame.f_lineno <= each.last:
-                continue
+        code, line = frame.f_code, frame.f_lineno
+        if not any(frame.f_lasti in each for each in _guarded(code)):
+            continue
+        tries = _tries(code.co_filename)
+        around = [x for x in tries if code.co_firstlineno <= x.first <= line <= x.last]
+        if not around:
+            return f"{Site(code.co_filename, line).place}, for all that is known without its source"
+        for each in around:
             caught = [*each.caught, *(x for m in each.managers for x in _swallowed(frame, m))]
             if any(is_renamed or _is_raised(frame, x) for x in caught):
-                return Site(frame.f_code.co_filename, each.line).place
+                return Site(code.co_filename, each.line).place
             is_renamed |= any(_is_raised(frame, x) for x in each.renamed)
     return None
+
+
+@lru_cache(maxsize=4096)
+def _guarded(code: CodeType) -> Sequence[range]:
+    """Returns the instructions whose errors go to a `try` or `with`, and not to clean-up alone."""
+    read = dis.Bytecode(code)
+    handlers = {each.offset for each in read if each.opname == "PUSH_EXC_INFO"}
+    entries: Any = read.exception_entries  # type: ignore[attr-defined]  # typeshed lacks it
+    return [range(each.start, each.end) for each in entries if each.target in handlers]
 
 
 @lru_cache(maxsize=256)

@@ -90,6 +90,28 @@ def test_an_error_may_be_caught_that_is_another_or_raised_again() -> None:
         check(body)
 
 
+def test_where_there_is_no_source_nothing_that_may_fail_is_tried() -> None:
+    def tried(x: Tensor) -> Tensor:
+        try:
+            y = x[rows(x) * 0]
+        except IndexError:
+            y = 2 * x
+        return all_reduce(y.sum(), "tp", dst=I)
+
+    def plain(x: Tensor) -> Tensor:
+        try:
+            y = 2 * x
+        finally:
+            z = [x[rows(each) * 0].sum() for each in (x, y)]
+        return all_reduce(sum(z), "tp", dst=I)
+
+    for body in (tried, plain):  # as at a prompt, or by exec()
+        body.__code__ = body.__code__.replace(co_filename="<gone>")
+    check(plain)
+    with pytest.raises(ShardTypeError, match="at <gone>:.*, for all that is known without its so"):
+        check(tried)
+
+
 def test_a_loop_inside_of_a_handler_does_not_leave_it() -> None:
     def again_after_a_loop(x: Tensor) -> Tensor:
         try:
