@@ -103,7 +103,7 @@ def test_where_there_is_no_source_nothing_that_may_fail_is_tried() -> None:
             y = 2 * x
         finally:
             z = [x[rows(each) * 0].sum() for each in (x, y)]
-        return all_reduce(sum(z), "tp", dst=I)
+        return all_reduce(torch.stack(z).sum(), "tp", dst=I)
 
     for body in (tried, plain):  # as at a prompt, or by exec()
         body.__code__ = body.__code__.replace(co_filename="<gone>")
