@@ -132,7 +132,7 @@ def _versions_follow() -> bool:
 
 
 VERSIONS_FOLLOW = _versions_follow()
-"""Whether `dict_version` tells all changes of a dict, so that its entries need not be compared."""
+"""Tells whether `dict_version` follows all changes of a dict; else its entries are compared."""
 
 
 class State:
