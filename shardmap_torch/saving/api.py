@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
@@ -35,8 +35,8 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
 
     Every rank writes its shards, each shard by one of the ranks that have it, into a new folder;
     when all have, that folder is renamed to `folder/step-000000012`. A kill at any moment leaves
-    either a complete checkpoint or none. Every rank of the run must call it, with the same step,
-    and `folder` must be on a file system that all ranks share. Returns on all ranks when the
+    either a complete checkpoint or none. Every rank of the run must call it, with the same step
+    and folder, which must be on a file system that all ranks share. Returns on all ranks when the
     checkpoint is durable.
 
     The files hold raw bytes and JSON, and no pickles: loading a checkpoint runs no code.
@@ -80,7 +80,8 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
         return _root(folder), *_by_type(tree)
 
     def describe(arguments: _Arguments) -> list[str]:
-        return described(f"step {step}, keep {keep}", *arguments[1:], by_value=True)
+        what = f"step {step}, keep {keep}"
+        return [*described(what, *arguments[1:], by_value=True), f"folder {arguments[0]}"]
 
     root, tensors, values = compared("save", None, read, describe, _itself)
     writer = folders.Writer(root)
@@ -177,7 +178,7 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
         >>> latest(tempfile.mkdtemp()) is None
         True
     """
-    root = compared("latest", None, lambda: _root(folder), lambda _: (), _itself)
+    root = compared("latest", None, lambda: _root(folder), lambda root: [f"folder {root}"], _itself)
     return on_first_rank(lambda: max(folders.complete_steps(root), default=None))
 
 
@@ -287,7 +288,10 @@ def described(
 def _shown(x: Tensor, by_value: bool) -> str:
     kind = show_shape(x.dtype, x.shape)
     if isinstance(x, DTensor):
-        return f"{kind}, placed {x.placements}"
+        is_everywhere = x.device_mesh.size() == dist.get_world_size()
+        is_equal = is_everywhere and set(x.placements) == {Replicate()}
+        copy = f", hash {sampled_hash(x.to_local())}" if by_value and is_equal else ""
+        return f"{kind}, placed {x.placements}{copy}"
     return f"{kind}, hash {sampled_hash(x)}" if by_value else kind
 
 
