@@ -90,4 +90,4 @@ BREAKS: Final[dict[str, tuple[str, Any, str, Callable[..., Any]]]] = {
 def test_random_programs_see_what_is_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, where, what, instead = BREAKS[name]
     monkeypatch.setattr(where, what, instead)
-    assert any(tally(CLASSES[found], [seed]).wrong for seed in range(150))
+    assert any(tally(CLASSES[found], [seed]).wrong for seed in range(500))
