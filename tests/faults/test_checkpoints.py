@@ -1,4 +1,4 @@
-"""Where ranks depart from one another at a checkpoint, each has an error, or the right numbers."""
+"""Tests that ranks which depart at a checkpoint all have an error, or the right numbers."""
 
 import time
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ HARMLESS = {
         "another mesh loaded",
     ),
 }
-"""What may end with the right numbers on all ranks."""
+"""Departures that may end with the right numbers on all ranks."""
 
 
 def run_variants(rank: int, names: Sequence[str], folder: str, odd: int) -> dict[str, Told]:
