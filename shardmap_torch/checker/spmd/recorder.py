@@ -22,9 +22,7 @@ from shardmap_torch.spec import P
 
 X = TypeVar("X")
 
-
 Key: TypeAlias = tuple[Any, ...]
-
 
 Assume: TypeAlias = Callable[..., Sequence[Tensor | None] | None]
 

@@ -87,7 +87,6 @@ def reject_scaled(sums: Sums) -> None:
 _DIVIDED: Final = overloads("div.Tensor div.Scalar div_.Tensor div_.Scalar")
 _SCALING: Final = overloads("mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar") + _DIVIDED
 
-
 _FACTORS: Final = {
     **dict.fromkeys(_SCALING, "other"),
     **dict.fromkeys(overloads("full new_full full_like"), "fill_value"),

@@ -19,13 +19,18 @@ NUMBER: Final = (
 )
 """Advice where an argument, or a factor, is another number on one device."""
 
+STATISTICS: Final = (
+    "its statistics are those of a rank's part: gather the dim first, with all_gather, or compute "
+    "the norm from means that are all-reduced with op='mean' and dst=R."
+)
+"""Advice where a norm has a part of the dims that it normalizes."""
+
 OTHER: Final = (
     "compute it from the same operands there: where a local size decides, as in "
     "a if x.shape[0] < 8 else b, compare x.shape[0] * axis_size(axis); or wrap per-rank code in "
     "local_region."
 )
 """About a value that is another one than on one device."""
-
 
 STACKED: Final = "gather along the dim that the blocks are of, with tiled=True."
 """About values of several ranks along a dim of their own."""
@@ -47,7 +52,6 @@ def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
 
 AVERAGED: Final = "op='mean'"
 """The start of the cause of a factor that comes from a mean over the ranks."""
-
 
 COPIES: Final = "a sum of what every rank has"
 """The start of the cause of a factor that comes from equal values on the ranks."""

@@ -24,7 +24,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.ops import indexing, letters
-from shardmap_torch.checker.spmd.ops.advice import NUMBER, counted
+from shardmap_torch.checker.spmd.ops.advice import NUMBER, STATISTICS, counted
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.ops.reductions import add, average, extremum
 from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Rule, Sharded, Step, shards_of
@@ -45,7 +45,7 @@ def propagate(step: Step) -> list[Sharded]:
             continue
         raise UnrelatedError(
             f"its argument {name} is {step.arguments[name]} on a rank and {there} on one device",
-            NUMBER,
+            STATISTICS if name == "normalized_shape" else NUMBER,
         )
     _reject_counted(step, rule)
     return rule(step)
@@ -227,7 +227,6 @@ _SIZES: Final[Mapping[Rule, Collection[str]]] = {
     letters.group_norm: ("N", "C", "group"),
 }
 """Arguments that are sizes, or positions relative to them, and may differ in the two programs."""
-
 
 _COUNTED: Final[Collection[tuple[Rule, str]]] = (
     (indexing.read, "indices"),
