@@ -102,21 +102,79 @@ else:
 __version__ = "0.1.0"
 
 # Without modules: `import *` must not replace `torch.nn` and the standard `random`.
-__all__ = ["CheckpointError", "CollectiveError", "CollectiveMismatchError", "ColwiseParallel"]
-__all__ += ["CommunicationError", "Divergence", "Explanation", "Function", "I", "KernelError"]
-__all__ += ["LayerError", "Mesh", "MeshError", "OptimizerError", "P", "ParallelStyle", "Partial"]
-__all__ += ["PostmortemError", "PrepareModuleInput", "PrepareModuleInputOutput"]
-__all__ += ["PrepareModuleOutput", "R", "Redistribution", "Redistributions", "Row"]
-__all__ += ["RowwiseParallel", "S", "SequenceParallel", "ShapeDtype", "ShardMapError"]
-__all__ += ["ShardTypeError", "Sharding", "SpecError", "TransformError", "UnsupportedTorchError"]
-__all__ += ["V", "Validation", "assert_type", "assume_constant", "auto", "check_program"]
-__all__ += ["check_rank_program", "checkpoint", "current_mesh", "debug_print", "device_put"]
-__all__ += ["explain", "find_divergence", "from_local", "full", "functional", "grad"]
-__all__ += ["local_region", "loss_parallel", "make_mesh", "mark_sharding", "match_specs"]
-__all__ += ["parallelize", "redistributions", "register_decomposition", "register_rule"]
-__all__ += ["save_results", "shard_map", "trace", "typeof", "use_mesh", "validate_rule"]
-__all__ += ["value_and_grad", "visualize_sharding", "vjp"]
-__all__ += ops.__all__
+__all__ = [
+    "CheckpointError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "ColwiseParallel",
+    "CommunicationError",
+    "Divergence",
+    "Explanation",
+    "Function",
+    "I",
+    "KernelError",
+    "LayerError",
+    "Mesh",
+    "MeshError",
+    "OptimizerError",
+    "P",
+    "ParallelStyle",
+    "Partial",
+    "PostmortemError",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "R",
+    "Redistribution",
+    "Redistributions",
+    "Row",
+    "RowwiseParallel",
+    "S",
+    "SequenceParallel",
+    "ShapeDtype",
+    "ShardMapError",
+    "ShardTypeError",
+    "Sharding",
+    "SpecError",
+    "TransformError",
+    "UnsupportedTorchError",
+    "V",
+    "Validation",
+    "assert_type",
+    "assume_constant",
+    "auto",
+    "check_program",
+    "check_rank_program",
+    "checkpoint",
+    "current_mesh",
+    "debug_print",
+    "device_put",
+    "explain",
+    "find_divergence",
+    "from_local",
+    "full",
+    "functional",
+    "grad",
+    "local_region",
+    "loss_parallel",
+    "make_mesh",
+    "mark_sharding",
+    "match_specs",
+    "parallelize",
+    "redistributions",
+    "register_decomposition",
+    "register_rule",
+    "save_results",
+    "shard_map",
+    "trace",
+    "typeof",
+    "use_mesh",
+    "validate_rule",
+    "value_and_grad",
+    "visualize_sharding",
+    "vjp",
+    *ops.__all__,
+]
 
 export(globals(), ["Mesh"], MeshError)
 export(vars(ops.groups), ["AxisGroup"], CollectiveError)
