@@ -64,10 +64,10 @@ if TYPE_CHECKING:
         PrepareModuleOutput,
         RowwiseParallel,
         SequenceParallel,
-        functional,
         loss_parallel,
         parallelize,
     )
+    from shardmap_torch.parallel import functional as functional
     from shardmap_torch.spec_patterns import match_specs
     from shardmap_torch.validate import Validation, validate_rule
     from shardmap_torch.visualize import Sharding, visualize_sharding
@@ -101,7 +101,7 @@ else:
 
 __version__ = "0.1.0"
 
-# Without modules: `import *` must not replace `torch.nn` and the standard `random`.
+# Without what `import *` would replace: `torch.nn`, `torch.nn.functional`, the standard `random`.
 __all__ = [
     "CheckpointError",
     "CollectiveError",
@@ -153,7 +153,6 @@ __all__ = [
     "find_divergence",
     "from_local",
     "full",
-    "functional",
     "grad",
     "local_region",
     "loss_parallel",

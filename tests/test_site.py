@@ -55,3 +55,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+def test_an_import_of_all_names_replaces_no_module_that_scripts_import_from_torch() -> None:
+    assert {"distributed", "functional", "nn", "optim", "random"}.isdisjoint(shardmap_torch.__all__)
