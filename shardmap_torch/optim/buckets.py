@@ -312,14 +312,23 @@ def _move_bucket(
         else:
             moved = _COLLECTIVES[name](buffer, axes, dim, comm_dtype)
     widths = [x.numel() // num_before for x in fronts]
-    result = []
-    for part, front, transfer in zip(moved.split(widths, dim=1), fronts, transfers, strict=True):
-        shape = list(front.shape)
-        if name != "all_reduce":
-            shape[0] = shape[0] * num_after // num_before
-        leaf = part.reshape(shape)
-        result.append(leaf.movedim(0, transfer.dim) if transfer.dim else leaf)
-    return result
+    parts = zip(moved.split(widths, dim=1), fronts, [t.dim or 0 for t in transfers], strict=True)
+    if name == "all_reduce":
+        return [part.reshape(x.shape) for part, x, _ in parts]
+    if name == "reduce_scatter":
+        return [
+            part.reshape(x.shape[0] // num_before, *x.shape[1:]).movedim(0, at)
+            for part, x, at in parts
+        ]
+    return [_joined(part.view(num_after, *x.shape), at) for part, x, at in parts]
+
+
+def _joined(shards: Tensor, dim: int) -> Tensor:
+    """Concatenates stacked shards, whose dim `dim` is in front, along it; copies them once.
+
+    The result is contiguous, as parameters are that nothing has sharded: a body may `view` them.
+    """
+    return shards.movedim((0, 1), (dim, dim + 1)).flatten(dim, dim + 1).contiguous()
 
 
 def _front(x: Tensor, transfer: Transfer | None) -> Tensor:

@@ -54,6 +54,24 @@ def three_on_one_device(x: Tensor, *params: Tensor) -> Tensor:
     return one_device(two_on_one_device(x, *params[:6]), *params[6:])
 
 
+def flat_mlp(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Computes with views, which only parameters have whose entries lie in order."""
+    return mlp({name: p.view(-1).sin().view(p.shape) for name, p in params.items()}, x)
+
+
+def flat_on_one_device(x: Tensor, *params: Tensor) -> Tensor:
+    return flat_mlp(dict(zip(SPECS, params, strict=True)), x)
+
+
+def flat(x: Tensor, *params: Tensor) -> Tensor:
+    return flat_mlp(fsdp_gather(dict(zip(SPECS, params, strict=True)), SPECS, "tp"), x)
+
+
+def flat_one_by_one(x: Tensor, *params: Tensor) -> Tensor:
+    pairs = zip(SPECS.items(), params, strict=True)
+    return flat_mlp({k: fsdp_gather(p, spec, "tp") for (k, spec), p in pairs}, x)
+
+
 BOTH = {"up": P(None, ("tp", "dp")), "bias": P(("tp", "dp")), "down": P("tp", "dp")}
 
 
@@ -86,6 +104,10 @@ CASES = {
             (X, *PARAMS, *(p + 1 for p in PARAMS), *(p - 1 for p in PARAMS)),
         )
         for name, recompute in (("layers", True), ("layers kept", False))
+    },
+    **{
+        name: Case(body, flat_on_one_device, (P("tp"), *SPECS.values()), P("tp"), (X, *PARAMS))
+        for name, body in (("views", flat), ("views one by one", flat_one_by_one))
     },
     "with tensor parallelism": Case(
         with_tensor_parallelism,
