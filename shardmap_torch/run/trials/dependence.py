@@ -173,6 +173,8 @@ class Dependence:
         for at, number in group:
             block = dict(self._blocks(at, inputs[at]))[number]
             changed[at][block] = others[at].detach()[block]
+        for at, x in changed.items():  # as what was checked, whose checkpoints save nothing without
+            x.requires_grad_(inputs[at].requires_grad)
         try:
             found = self.one.results(changed, draw)
         except Exception:  # these numbers are out of the program's domain

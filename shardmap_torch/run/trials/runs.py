@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.monitor import CheckedStep, Departure, Difference, copied
+from shardmap_torch.checker.guards.monitor import CheckedStep, Difference, copied
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import flatten
@@ -81,27 +81,24 @@ class Program:
         seen = Seen() if seen is None else seen
         watched = Watched(tuple(self.likes), draw, wide, seen, parts=self.parts, steady=self.steady)
         inputs = draw.values(self.likes, wide)
+        results = self._results(watched, inputs, wide)
+        watched.compare_ranks()
+        return self._with_gradients(results, inputs, draw), watched
+
+    def results(self, inputs: Mapping[int, Tensor], draw: Draw) -> Values:
+        """Computes results alone, with their graphs, in wide dtypes."""
+        results = self._results(Unwatched(draw, self.steady), inputs, wide=True)
+        return dict(zip(self.verdict.result.match.paths, results, strict=True))
+
+    def _results(
+        self, watched: Watched | Unwatched, inputs: Mapping[int, Tensor], wide: bool
+    ) -> list[Any]:
         start = copied(self.verdict.start, _widened) if wide else self.verdict.start
         call = replace(self.call, leaves=self._leaves(inputs))
         applied = replace(self.verdict, start=start).apply(call, _stop)
         body = watched.body(applied.function)
         applied = replace(applied, function=body, separate=watched.backward)
-        try:
-            results, _ = flatten(threads.run(applied))
-            watched.compare_ranks()
-            return self._with_gradients(results, inputs, draw), watched
-        except Departure as departure:
-            raise UntriedError(f"its steps are others:\n{departure.difference}") from None
-
-    def results(self, inputs: Mapping[int, Tensor], draw: Draw) -> Values:
-        """Computes results alone, with their graphs, in wide dtypes and without a comparison."""
-        unwatched = Unwatched(draw, self.steady)
-        call = replace(self.call, leaves=self._leaves(inputs))
-        applied = self.verdict.apply(call, _stop)
-        body = unwatched.body(applied.function)
-        applied = replace(applied, function=body, separate=unwatched.backward, follow=None)
-        results, _ = flatten(threads.run(applied))
-        return dict(zip(self.verdict.result.match.paths, results, strict=True))
+        return flatten(threads.run(applied))[0]
 
     def _leaves(self, inputs: Mapping[int, Tensor]) -> list[Any]:
         return [inputs.get(at, leaf) for at, leaf in enumerate(self.call.leaves)]
@@ -128,7 +125,7 @@ class Program:
 
 
 def _stop(difference: Difference) -> NoReturn:
-    raise Departure(difference)
+    raise UntriedError(f"its steps are others:\n{difference}")
 
 
 def _widened(step: CheckedStep) -> CheckedStep:

@@ -398,6 +398,8 @@ class _Watch(_Wide):
         if self._is_first and name != "_to_copy":
             values = [_numbers(out)] if name == "lift_fresh" else arguments.values()
             self._watched.steps.append((name, *map(_literal, values)))
+        if _asks_for_zeros(name, operands, out):
+            name, arguments = "ne", {"self": operands[0], "other": 0}
         if _draws(func) and not self._is_steady:
             raise _refusal(name, "draws random numbers")
         self._watched.masks |= operators.mask_numbers(name, arguments)
@@ -441,8 +443,8 @@ class _Watch(_Wide):
         if name in operators.LOOKUPS and arguments.get("mode") != operators.LARGEST:
             self._look_up(name, arguments)
             return
-        if name in ("_to_copy", "to"):
-            _require_kept(free[0], out)
+        if name in _CASTS and not torch.can_cast(free[0].dtype, out.dtype):  # it rounds
+            raise _refusal("a cast", f"makes {out.dtype} of {free[0].dtype}")
         if name in operators.SELECTED:
             self._watched.summarizes = True
             self._watched.ties |= name in ("argmax", "argmin")
@@ -521,6 +523,8 @@ class _Watch(_Wide):
                 seen.false.add(met)
 
 
+_CASTS: Final = ("_to_copy", "to")
+
 _TIES: Final = "equal entries in"
 
 _DERIVATIVES: Final = (torch.autograd.grad.__code__, torch.autograd.backward.__code__)
@@ -541,11 +545,10 @@ def _refusal(name: str, why: str) -> UntriedError:
     return UntriedError(f"{name} {why}, at {call_site()}")
 
 
-def _require_kept(x: Tensor, out: Tensor) -> None:
-    """Requires that a cast does not round, but among floating numbers."""
-    if torch.can_cast(x.dtype, out.dtype) and (out.dtype != torch.bool or x.dtype == torch.bool):
-        return
-    raise _refusal("a cast", f"makes {out.dtype} of {x.dtype}")
+def _asks_for_zeros(name: str, operands: Sequence[Tensor], out: Any) -> bool:
+    """Returns whether a cast makes a boolean of each number, as a comparison with 0 does."""
+    is_boolean = name in _CASTS and out.dtype == torch.bool
+    return is_boolean and operands[0].dtype != torch.bool
 
 
 def _tensors(values: Any) -> list[Tensor]:

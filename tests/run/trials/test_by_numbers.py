@@ -155,6 +155,10 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
         "_local_scalar_dense may have pieces that random inputs do not reach, at test_by",
     ),
     "a cast": (lambda x: x.long().float(), "a cast makes torch.int64 of torch.float64"),
+    "a cast to booleans": (
+        lambda x: x * (x.detach() + 1.5).bool(),
+        NEVER.format("ne", "true"),
+    ),
     "random numbers": (functional.dropout, "bernoulli draws random numbers"),
     "a dtype": (lambda x: x * (3 if x.dtype == torch.float32 else 1), "it does mul(3), and with"),
     "a literal of a dtype": (
@@ -344,6 +348,7 @@ def test_ids_are_often_equal_and_rows_that_are_not_learned_are_among_them() -> N
         lambda x: torch.fft.irfft(torch.fft.rfft(x) ** 2),
         lambda x: functional.interpolate(x[None], scale_factor=2, mode="linear")[0, :, 1::2],
         lambda x: x.cumprod(1),
+        lambda x: torch.where((x.detach() > 0).long().bool(), x, x.sin()),
     ],
 )
 def test_everyday_functions_are_tried(change: Change) -> None:
