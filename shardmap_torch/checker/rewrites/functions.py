@@ -397,6 +397,20 @@ def lstm(host: Host, *args: Any) -> Any:
         return torch.lstm(*args)
 
 
+def average_of(num_dims: int) -> Rewrite:
+    """Makes the rewrite of an adaptive pooling over so many dims to one entry: their mean.
+
+    torch gives it the strides of what it pools, by sizes of one rank.
+    """
+
+    def pool(host: Host, x: Tensor, output_size: Any) -> Any:
+        """Computes the mean, or NotImplemented for more entries than one."""
+        sizes = tuple(output_size) if isinstance(output_size, list | tuple) else (output_size,)
+        return x.mean([*range(-num_dims, 0)], keepdim=True) if {*sizes} == {1} else NotImplemented
+
+    return pool
+
+
 def functional_form(operator: Any) -> Rewrite:
     """Makes the rewrite of a functional collective, of which autograd sees no more than that."""
 
@@ -412,6 +426,9 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     Tensor.__setitem__: write,
     torch.einsum: einsum,
     torch.lstm: lstm,
+    torch.adaptive_avg_pool1d: average_of(1),
+    functional.adaptive_avg_pool2d: average_of(2),
+    functional.adaptive_avg_pool3d: average_of(3),
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
     functional.linear_cross_entropy: linear_cross_entropy,

@@ -276,11 +276,12 @@ def _unresolved(pair: Pair) -> tuple[Dim, ...]:
     """Lays out numbers that are not those on one device, so that nothing else is done with them."""
     here, there = pair.here, pair.there
     own = not (here.base or there.base or any(here.axes.values()) or any(there.axes.values()))
+    # A single entry is the first one, whatever the step to the next would be.
+    pairs = zip(here.shape, here.steps, there.steps, strict=True)
+    steps = [step if own and (size == 1 or by == step) else 0 for size, by, step in pairs]
     return tuple(
-        unsharded(mine)
-        if mine == all_
-        else counted(here.steps[at] if own and here.steps[at] in (there.steps[at], 0) else 0)
-        for at, (mine, all_) in enumerate(zip(here.shape, there.shape, strict=True))
+        unsharded(mine) if mine == all_ else counted(step)
+        for mine, all_, step in zip(here.shape, there.shape, steps, strict=True)
     )
 
 

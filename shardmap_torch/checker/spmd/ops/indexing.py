@@ -245,21 +245,26 @@ def unsqueeze(step: Step) -> list[Sharded]:
 def repeat(step: Step) -> list[Sharded]:
     """Lays out copies side by side: of one entry they are equal entries, as `expand` makes them.
 
+    Those of a sharded dim are blocks, within each of which it is sharded.
+
     Raises:
-        UnrelatedError: it copies a sharded dim, or another number of times on one device.
+        UnrelatedError: it copies another number of times on one device.
     """
     (x,) = step.shards
     counts, ((local, global_shape),) = step.arguments["repeats"], step.results
     there = step.unsharded_arguments.get("repeats", counts)
     front = len(global_shape) - len(x.dims)
-    dims, found = [*((),) * front, *x.dims], fill(local, global_shape)
+    found = [*fill(local, global_shape)]
     for at, (mine, all_) in enumerate(zip(counts, there, strict=True)):
-        if mine != all_ and dims[at] != ():
+        dim = x.dims[at - front] if at >= front else ()
+        if dim == () and (mine, all_) != (1, 1):
+            continue
+        if mine != all_:
             raise UnrelatedError(
                 f"it copies dim {at - front} {mine} times on a rank and {all_} times on one device",
                 NUMBER,
             )
-        if all_ != 1 and dims[at] != ():
+        if mine != 1 and (dim == ANY or step_of(dim) is not None):
             _require_all(x, at - front)
-    once = [mine == all_ == 1 for mine, all_ in zip(counts, there, strict=True)]
-    return [Sharded(tuple(a if is_ else b for a, b, is_ in zip(dims, found, once, strict=True)))]
+        found[at] = dim if mine == 1 else tuple(merged([(None, mine), *dim]))
+    return [Sharded(tuple(found))]

@@ -85,6 +85,12 @@ _MONOTONE: Final[Mapping[OpOverload, Mapping[str, str]]] = {
 }
 """The extremum pending of an operation on booleans, by the one that is pending of an operand."""
 
+_BOUNDED: Final[Mapping[OpOverload, Mapping[str, str]]] = {
+    **{op: {"max": "max", "min": "min"} for op in (aten.ge.Scalar, aten.gt.Scalar)},
+    **{op: {"max": "min", "min": "max"} for op in (aten.le.Scalar, aten.lt.Scalar)},
+}
+"""That of a comparison of an integer: whether any rank's largest exceeds a bound, as all ranks'."""
+
 
 def carried(op: OpOverload, dtype: torch.dtype, pending: Pending) -> Mapping[str, str]:
     """Returns the extrema that are pending after an operation, given those of an operand.
@@ -94,6 +100,9 @@ def carried(op: OpOverload, dtype: torch.dtype, pending: Pending) -> Mapping[str
         {'dp': 'min'}
         >>> carried(aten.neg.default, torch.int64, frozenset({("dp", "max")}))
         {}
+        >>> carried(aten.lt.Scalar, torch.int64, frozenset({("dp", "max")}))
+        {'dp': 'min'}
     """
-    through = _MONOTONE.get(op, {}) if dtype == torch.bool else {}
+    table = {} if dtype.is_floating_point else _MONOTONE if dtype == torch.bool else _BOUNDED
+    through = table.get(op, {})  # a floating number may be none, which exceeds nothing
     return {axis: through[kind] for axis, kind in pending if kind in through}

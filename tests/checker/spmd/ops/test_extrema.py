@@ -40,6 +40,17 @@ def every(x: Tensor) -> Tensor:
     return over(((x > -2).all(1) & ~(x > 2).any(1)).double(), "min")
 
 
+def beyond(x: Tensor) -> Tensor:
+    """Whether any integer is beyond a limit, on either side."""
+    n = (4 * x.detach()).long()
+    return over(((n.amax(1) >= 4) | (n.amax(1) > 2) | ~(n.amin(1) >= -4)).int(), "max")
+
+
+def within(x: Tensor) -> Tensor:
+    n = (4 * x.detach()).long()
+    return over(((n.amax(1) < 5) & (n.amax(1) <= 5) & (n.amin(1) > -9)).int(), "min")
+
+
 def stable(x: Tensor) -> Tensor:
     top = all_reduce(x.max(1, keepdim=True).values, "b", op="max", dst=R)
     low = all_reduce(x.detach().min(1, keepdim=True)[0], "b", op="min", dst=R)
@@ -49,7 +60,15 @@ def stable(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("body", "out"),
-    [(some, P("a")), (overflows, P()), (none_but, P("a")), (every, P("a")), (stable, ROWS)],
+    [
+        (some, P("a")),
+        (overflows, P()),
+        (none_but, P("a")),
+        (every, P("a")),
+        (beyond, P("a")),
+        (within, P("a")),
+        (stable, ROWS),
+    ],
 )
 def test_the_extremum_of_parts_is_that_of_one_device(body: Body, out: P) -> None:
     assert_is_one_device(body, (X,), ROWS, out)
@@ -79,9 +98,14 @@ def positions(x: Tensor) -> Tensor:
     return over(x.max(1).indices, "max")
 
 
+def below(x: Tensor) -> Tensor:
+    return over(((4 * x.detach()).long().amax(1) < 4).int(), "max")
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
+        (below, "over 'b' it is the min of a rank's part"),
         (other_kind, "over 'b' it is the max of a rank's part"),
         (of_both_kinds, "over 'b' it is the min of a rank's part, from all"),
         (beside_entries, "over 'b' one operand is pending, and its result is sharded"),

@@ -7,8 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import I, P, R, all_gather, all_reduce
-from tests.checker.support.one_device import assert_is_one_device, assert_is_refused, numbers
+from shardmap_torch import I, P, R, all_gather, all_reduce, explain, shard_map
+from tests.checker.support.one_device import (
+    RANKS,
+    assert_is_one_device,
+    assert_is_refused,
+    numbers,
+)
 
 Body = Callable[..., Tensor]
 
@@ -41,6 +46,12 @@ def targets_of_two(x: Tensor, at: Tensor) -> Tensor:
 def counted_columns(x: Tensor, at: Tensor) -> Tensor:
     """Picks a row for each column."""
     return x[at, torch.arange(x.shape[1])].cos()
+
+
+def padded(x: Tensor, mask: Tensor) -> Tensor:
+    """Masks rows as transformers do, by an index for each dim."""
+    row, column = torch.arange(x.shape[0]), torch.arange(x.shape[1])
+    return torch.where(mask[row[:, None], column[None]][..., None], x, 0.0)
 
 
 def assign_targets(x: Tensor, at: Tensor, values: Tensor) -> Tensor:
@@ -142,6 +153,19 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     "incremented": (increment, (X, IDS, numbers(4, 2, 8)), (P("a"), P(), P("a")), P("a")),
     "targets": (targets, (X, TARGETS), (P("a", None, "b"), P("a")), P("a", "b")),
     "two targets": (targets_of_two, (X, TARGETS), (P("a"), P("a")), P("a")),
+    "targets where a rank has one row": (targets, (X[:2], TARGETS[:2]), (P("a"), P("a")), P("a")),
+    "rows masked by an index, of which a rank has one": (
+        padded,
+        (X[:2], POSITIVE[:2, :, 0]),
+        (P("a"), P("a")),
+        P("a"),
+    ),
+    "repeated": (
+        lambda x: (x.repeat(3, 1, 2).view(3, *x.shape[:2], 2, -1) * x[:, :, None]).sin().sum(0),
+        (X,),
+        (P("a", None, "b"),),
+        P("a", None, None, "b"),
+    ),
     "a row for each column": (
         counted_columns,
         (X[:, :4], TARGETS % 4),
@@ -197,6 +221,13 @@ def test_positions_in_shards_are_those_of_one_device(name: str) -> None:
     assert_is_one_device(*RIGHT[name])
 
 
+@pytest.mark.parametrize("name", [name for name in RIGHT if "has one" in name])
+def test_what_a_rank_has_one_row_of_is_proven(name: str) -> None:
+    body, args, in_specs, out_specs = RIGHT[name]
+    mapped = shard_map(body, mesh=RANKS, in_specs=in_specs, out_specs=out_specs, check="global")
+    assert "tried with numbers" not in str(explain(mapped, *args))
+
+
 def counted(x: Tensor, table: Tensor) -> Tensor:
     """Takes the first rows for those of this rank's positions."""
     return x + table[torch.arange(x.shape[0])][:, None]
@@ -219,6 +250,20 @@ def rows_in_reverse(x: Tensor) -> Tensor:
 
 
 WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
+    "a row added by its position, of which a rank has one": (
+        counted_added,
+        (X[:2],),
+        (P("a"),),
+        P("a"),
+        "counts the entries that a rank",
+    ),
+    "repeated as often as a rank has rows": (
+        lambda x: x.repeat(x.shape[0], 1, 1),
+        (X,),
+        (P("a"),),
+        P("a"),
+        "it copies dim 0 2 times on a rank and 4 times on one device",
+    ),
     "a row of a sharded stack": (
         lambda x: x[0] * x,
         (X,),

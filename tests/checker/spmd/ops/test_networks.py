@@ -66,7 +66,16 @@ def weighted(ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
     return functional.embedding_bag(ids, table, per_sample_weights=weights, mode="sum")
 
 
+def averaged(x: Tensor) -> Tensor:
+    """Averages all positions, also where torch lays the result out for channels that lie last."""
+    y = functional.adaptive_avg_pool2d(x, (1, 1)).flatten(1)
+    y = y * functional.adaptive_avg_pool2d(x.to(memory_format=torch.channels_last), 1).flatten(1)
+    y = y + functional.adaptive_avg_pool1d(x.flatten(2).transpose(1, 2), 1).sum(1)
+    return y * functional.adaptive_avg_pool3d(x, output_size=1).flatten(1)
+
+
 RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
+    "averages of samples": (averaged, (X,), (P("a"),), P("a")),
     "samples": (conv, (X, KERNEL, numbers(6)), (P("a"), P(), P()), P("a")),
     "output channels": (
         conv,
