@@ -176,7 +176,7 @@ class Outputs:
             specs = self._specs(out)
             specs = None if specs == P() else specs
         found = {
-            path: self._data.of_result(x, spec_of_cached(x, self._axis))
+            path: self._data.of_result(x, spec_of_cached(x, self._axis) if self._axis else P())
             for path, x in cached.items()
         }
         if Known(specs, found) != known:

@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 import shardmap_torch.nn.fsdp as gathers
-from shardmap_torch import Mesh, P, SpecError, from_local, make_mesh, parallel, parallelize
+from shardmap_torch import (
+    Mesh,
+    P,
+    SpecError,
+    explain,
+    from_local,
+    make_mesh,
+    parallel,
+    parallelize,
+)
 from tests.parallel import models
 from tests.parallel.support.plans import llama_plan, mlp_plan
 from tests.parallel.support.training import both
@@ -195,6 +204,73 @@ def of_rows(name: str, mesh: Mesh, rows: slice, **options: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_losses_by_labels_and_masks_of_transformers_are_those_of_the_batch(name: str) -> None:
     of_rows(name, grid(2, 2), slice(None), **{"dp": "dp"} if name == "bert" else {"fsdp": "dp"})
+
+
+@pytest.mark.sample(2, "llama-replicas")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_a_row_for_each_rank_with_padding_and_no_plan(name: str, mode: str) -> None:
+    one = make_model(name).double()
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    ours = parallelize(copy.deepcopy(one), mesh, {}, **MODES[mode])
+    found, expected = ours(**make_batch(name)), one(**make_batch(name))
+    for out in (found, expected):
+        out.loss.backward()
+    for key, value in one.named_parameters():
+        grad = ours.get_parameter(key).grad
+        torch.testing.assert_close(grad, value.grad, rtol=1e-6, atol=1e-7, msg=key)
+    if name != "bert" and mode != "shards, gathered again in the backward":  # which keeps nothing
+        for layer, other in zip(
+            found.past_key_values.layers, expected.past_key_values.layers, strict=True
+        ):
+            torch.testing.assert_close((layer.keys, layer.values), (other.keys, other.values))
+
+
+class Turned(nn.Module):
+    """A layer that layouts do not follow: it turns the rows round, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned: Tensor = self.up(x).tanh().flip(0)
+        return x + turned.flip(0)
+
+
+class Masked(nn.Module):
+    """Such layers, then a mask of integers, and the loss of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Turned(), Turned()])
+
+    def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = torch.where(mask.to(torch.bool)[..., None], x, 0.0)
+        loss: Tensor = functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        return loss
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_layouts_do_not_follow_is_tried_with_the_loss_of_all_rows(mode: str) -> None:
+    one = Masked().double()
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    ours = parallelize(copy.deepcopy(one), mesh, {}, **MODES[mode])
+    x, mask = (
+        torch.randn(4, 3, 4, dtype=torch.float64),
+        torch.tensor([[1, 1, 0]] * 2 + [[1] * 3] * 2),
+    )
+    labels = torch.randint(4, (4, 3))
+    assert "tried with numbers over 'dp'" in str(explain(ours, x, mask, labels))
+    found, expected = ours(x, mask, labels), one(x, mask, labels)
+    torch.testing.assert_close(found, expected)
+    for loss in (found, expected):
+        loss.backward()
+    for key, value in one.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(key).grad, value.grad, msg=key)
 
 
 def rows_of_processes() -> None:
