@@ -261,8 +261,8 @@ def _checks(file: str) -> Mapping[object, bool]:
                 continue
         while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             raising, test = not raising, test.operand
-        if not isinstance(test, ast.BoolOp):  # whose operands Python places alike
-            found |= dict.fromkeys(map(_span, (node, test)), raising)
+        operands = test.values if isinstance(test, ast.BoolOp) else []  # paths show which suffice
+        found |= dict.fromkeys(map(_span, (node, test, *operands)), raising)
     return found
 
 

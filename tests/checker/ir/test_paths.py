@@ -531,8 +531,22 @@ def kept(x: Tensor) -> Tensor:
     return x * 2 if is_right else x
 
 
-def asked_first(x: Tensor) -> Tensor:
-    if (x < 0).any() or all_reduce(x.sum(), "tp", dst=I) > 9:
+def one_of_two(x: Tensor) -> Tensor:
+    if (x < 0).any() or x.isnan().any():
+        raise ValueError
+    return x * 2
+
+
+def two(x: Tensor, top: int | None = 99) -> Tensor:
+    if not ((x > 0).all() and (x < 99).all()):
+        raise ValueError
+    if top is not None and x.detach().long().max() >= top:
+        raise ValueError
+    return x * 2
+
+
+def only_together(x: Tensor) -> Tensor:
+    if (x < 2).any() and (x > 2).any():  # a rank where one holds goes on as others do
         raise ValueError
     return x * 2
 
@@ -555,7 +569,9 @@ LOOKS: Final[dict[str, tuple[Callable[[Tensor], Tensor], Any]]] = {
     "another one on one device": (none_above, True),
     "caught": (caught, False),
     "kept": (kept, False),
-    "asked before a collective": (asked_first, False),
+    "one of two": (one_of_two, "global"),
+    "two at once": (two, "global"),
+    "two that only together raise": (only_together, False),
 }
 
 
