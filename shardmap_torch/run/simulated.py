@@ -25,7 +25,7 @@ has_data: Final = True
 
 _BRANCH: Final = "data-dependent control flow"
 """In functorch's error of a branch on a value that differs by rank, which a check may not see."""
-_NUMBERS: Final = "vmap: ", "Tensor that doesn't have storage", "stack expects each tensor"
+_NUMBERS: Final = "vmap", "Tensor that doesn't have storage", "stack expects each tensor"
 """In torch's errors where numbers of a batched tensor decide what runs, or leave torch."""
 
 

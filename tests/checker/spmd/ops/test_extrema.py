@@ -41,7 +41,7 @@ def every(x: Tensor) -> Tensor:
 
 
 def beyond(x: Tensor) -> Tensor:
-    """Whether any integer is beyond a limit, on either side."""
+    """Tells whether any integer is beyond a limit, on either side."""
     n = (4 * x.detach()).long()
     return over(((n.amax(1) >= 4) | (n.amax(1) > 2) | ~(n.amin(1) >= -4)).int(), "max")
 
