@@ -19,7 +19,7 @@ from shardmap_torch.core.tree import (
 )
 from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
-from shardmap_torch.ops.body import types_of
+from shardmap_torch.ops.body import axis_size, types_of
 from shardmap_torch.parallel.caches import spec_of_cached
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import normalized, spec_of
@@ -170,7 +170,9 @@ class Outputs:
         """
         from_end = any(isinstance(x, Shard) and x.dim < 0 for x in self._layouts)
         specs = None
-        if self._finds and known.specs and flatten(known.specs)[1] == flatten(out)[1]:
+        is_alone = bool(self._data.axes) and axis_size(self._data.axes) == 1
+        is_alike = known.specs is not None and flatten(known.specs)[1] == flatten(out)[1]
+        if is_alike and (self._finds or is_alone):
             specs = known.specs  # what records the program of one device knows no shards
         elif self._out_specs is None and (from_end or self._data.axes or self._finds):
             specs = self._specs(out)

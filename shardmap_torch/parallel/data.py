@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from shardmap_torch.checker.queries import typeof
 from shardmap_torch.errors import SpecError, read_names, show
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.body import types_of
@@ -33,12 +34,12 @@ class Data:
         """All axes, in the order in which they divide the rows."""
         return (*self.replicas, *([] if self.shards is None else [self.shards]))
 
-    def rows(self, spec: P, ndim: int) -> P:
-        """Returns the spec of a tensor whose first dim is that of rows; a number has none."""
+    def rows(self, spec: P, ndim: int, dim: int = 0) -> P:
+        """Returns the spec of a tensor one of whose dims is that of rows; a number has none."""
         if not self.axes or not ndim:
             return spec
         dims = dict(spec.sharded_dims)
-        dims[0] = (*self.axes, *dims.get(0, ()))
+        dims[dim] = (*self.axes, *dims.get(dim, ()))
         return sharded_by((dims.get(dim, ()) for dim in range(ndim)), partial=spec.partial)
 
     def of_result(self, x: object, spec: P) -> P:
@@ -49,8 +50,9 @@ class Data:
         """
         if not isinstance(x, Tensor) or not self.axes or V not in (types_of(x, self.axes) or ()):
             return spec
-        if x.ndim:
-            return self.rows(spec, x.ndim)
+        if x.ndim:  # where it is known, the dim that the rows have become, as in states of an RNN
+            found = [dim for axis in self.axes if (dim := typeof(x)[axis].dim) is not None]
+            return self.rows(spec, x.ndim, *found[:1])
         axes = ", ".join(map(repr, self.axes))
         raise SpecError(
             f"parallelize: a result is a number that differs over {axes}: it is computed of each "

@@ -21,13 +21,24 @@ from shardmap_torch.types import I, V
 _AVERAGES: Final = (
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
+    functional.cosine_embedding_loss,
+    functional.gaussian_nll_loss,
+    functional.hinge_embedding_loss,
     functional.huber_loss,
+    functional.kl_div,
     functional.l1_loss,
+    functional.margin_ranking_loss,
     functional.mse_loss,
+    functional.multi_margin_loss,
+    functional.multilabel_margin_loss,
+    functional.multilabel_soft_margin_loss,
+    functional.poisson_nll_loss,
     functional.smooth_l1_loss,
     functional.soft_margin_loss,
+    functional.triplet_margin_loss,
+    functional.triplet_margin_with_distance_loss,
 )
-"""Losses whose mean is over all entries."""
+"""Losses whose mean is over all entries, or all rows."""
 
 _WEIGHTED: Final = (functional.l1_loss, functional.mse_loss)
 """Those of them that divide by the sum of the weights, where there are any."""
@@ -60,9 +71,10 @@ class BatchLosses(TorchFunctionMode):
         options = bound.arguments
         if func is functional.l1_loss:
             options["weight"] = _lost_weight()
-        axes = tuple(axis for axis in self._axes if _differs(options["input"], axis))
+        operands = [each for each in options.values() if isinstance(each, Tensor)]
+        axes = tuple(axis for axis in self._axes if any(_differs(x, axis) for x in operands))
         is_legacy = any(options.get(name) is not None for name in ("size_average", "reduce"))
-        if not axes or is_legacy or options["reduction"] not in ("sum", "mean"):
+        if not axes or is_legacy or options["reduction"] not in ("sum", "mean", "batchmean"):
             return func(*args, **given)
         if options["reduction"] == "sum":
             return all_reduce(func(**options), axes, dst=I)
@@ -89,11 +101,11 @@ def _lost_weight() -> Tensor | None:
 
 def _count(func: Callable[..., Any], options: Mapping[str, Any]) -> Tensor | None:
     """Returns what a mean divides by; None for a number of entries, which is equal on all ranks."""
-    target, weight = options["target"], options.get("weight")
+    weight = options.get("weight")
     if func in _WEIGHTED and weight is not None:
         divisor: Tensor = weight.sum()
         return divisor
-    if func in _AVERAGES or target.is_floating_point():
+    if func in _AVERAGES or (target := options["target"]).is_floating_point():
         return None
     counted: Tensor = target != options["ignore_index"]
     return (counted if weight is None else weight[target.where(counted, 0)] * counted).sum()

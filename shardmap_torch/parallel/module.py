@@ -308,11 +308,14 @@ class _ParallelCall:
         spec_leaves, structure = flatten(specs)
         flags = (each for each in inputs[1].items() if type(each[1]) is bool)
         key = (structure, *spec_leaves, *flags)  # flags as output_attentions decide on results
-        try:
-            return use(self._mapped.get(key) or self._map(key, specs, Known()), values)
-        except UnknownError as error:
-            self._cached |= error.known.cached
-            return use(self._map(key, specs, error.known), values)
+        mapped = self._mapped.get(key) or self._map(key, specs, Known())
+        for _ in range(_RUNS - 1):
+            try:
+                return use(mapped, values)
+            except UnknownError as error:
+                self._cached |= error.known.cached
+                mapped = self._map(key, specs, error.known)
+        return use(mapped, values)
 
     def _map(self, key: Any, specs: tuple[Tree, ...], known: Known) -> Callable[..., Any]:
         _reject_units(self._module)
@@ -327,6 +330,10 @@ class _ParallelCall:
             check=self._check,
         )
         return mapped
+
+
+_RUNS: Final = 3
+"""After one of them it is known which outputs have rows, and after two in which dim."""
 
 
 def _call(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:

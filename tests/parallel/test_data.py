@@ -226,6 +226,32 @@ def test_a_row_for_each_rank_with_padding_and_no_plan(name: str, mode: str) -> N
             torch.testing.assert_close((layer.keys, layer.values), (other.keys, other.values))
 
 
+@pytest.mark.parametrize("mode", sampled(MODES, "replicas"))
+def test_rows_may_become_another_dim_of_a_result(mode: str) -> None:
+    """States of an RNN are [layers, rows, features]."""
+    one = nn.LSTM(4, 3, 2, batch_first=True).double()
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    ours = parallelize(copy.deepcopy(one), mesh, {}, **MODES[mode])
+    x = torch.randn(4, 5, 4, dtype=torch.float64)
+    (y, states), (expected, others) = ours(x), one(x)
+    torch.testing.assert_close((y, *states), (expected, *others))
+
+
+def states_on_processes() -> None:
+    mesh = worker_mesh((2,), ("dp",))
+    torch.manual_seed(0)
+    one = nn.LSTM(4, 3, 2, batch_first=True).double()
+    ours = parallelize(copy.deepcopy(one), mesh, {}, dp="dp")
+    x, at = torch.randn(4, 5, 4, dtype=torch.float64), 2 * dist.get_rank()
+    (y, states), (expected, others) = ours(x[at : at + 2]), one(x)
+    found = [global_value(each) for each in (y, *states)]
+    torch.testing.assert_close(found, [expected, *others])
+
+
+def test_on_processes_rows_may_become_another_dim_of_a_result(gloo: Gloo) -> None:
+    gloo(2).run(states_on_processes)
+
+
 class Turned(nn.Module):
     """A layer that layouts do not follow: it turns the rows round, and back."""
 

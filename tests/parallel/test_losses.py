@@ -52,6 +52,20 @@ CASES: list[tuple[Any, Tensor, dict[str, Any]]] = [
     (functional.l1_loss, NUMBERS, {"weighs_entries": True}),
     (functional.huber_loss, NUMBERS, {"weighs_entries": True}),
     (functional.huber_loss, NUMBERS, {"delta": 0.1, "reduction": "sum"}),
+    (lambda y, t: functional.kl_div(y.log_softmax(-1), t, reduction="sum"), SHARES, {}),
+    (
+        lambda y, t: functional.kl_div(y.log_softmax(-1), t, reduction="batchmean"),
+        SHARES,
+        {},
+    ),
+    (functional.poisson_nll_loss, SHARES, {"full": True}),
+    (lambda y, t: functional.gaussian_nll_loss(y, t, t.square() + 1), NUMBERS, {}),
+    (functional.multilabel_soft_margin_loss, SHARES, {"weighted": True}),
+    (functional.hinge_embedding_loss, NUMBERS.sign(), {"margin": 0.5}),
+    (lambda y, t: functional.margin_ranking_loss(y, t, t.sign(), margin=0.3), NUMBERS, {}),
+    (lambda y, t: functional.triplet_margin_loss(y, t, t.sin(), swap=True), NUMBERS, {}),
+    (lambda y, t: functional.triplet_margin_with_distance_loss(t, y, t.sin()), NUMBERS, {}),
+    (lambda y, t: functional.cosine_embedding_loss(t, y, t[:, 0].sign(), 0.1), NUMBERS, {}),
 ]
 
 
@@ -69,6 +83,25 @@ def test_a_loss_and_its_gradients_are_those_of_the_batch(
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for (name, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_loss_of_which_only_the_target_has_rows_is_that_of_the_batch() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.y = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+        def forward(self, target: Tensor) -> Tensor:
+            loss: Tensor = functional.l1_loss(self.y.expand(target.shape), target)
+            return loss
+
+    one = Constant()
+    ours = parallelize(copy.deepcopy(one), make_mesh((2,), ("dp",), kind="simulated"), {}, dp="dp")
+    found, expected = ours(NUMBERS), one(NUMBERS)
+    torch.testing.assert_close(found, expected)
+    for value in (found, expected):
+        value.backward()
+    torch.testing.assert_close(ours.y.grad, one.y.grad)
 
 
 def test_a_number_of_the_rows_of_each_rank_is_rejected() -> None:

@@ -411,6 +411,29 @@ def average_of(num_dims: int) -> Rewrite:
     return pool
 
 
+def instance_norm(
+    host: Host,
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Computes it as the norm of groups of one channel; torch makes channels of all samples."""
+    if running_mean is not None or not use_input_stats:
+        return NotImplemented
+    return functional.group_norm(x, x.shape[1], weight, bias, eps)
+
+
+def bilinear(host: Host, a: Tensor, b: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes it in two products: torch's operator for all three has no rule."""
+    y = torch.einsum("...i,oij,...j->...o", a, w, b)
+    return y if bias is None else y + bias
+
+
 def functional_form(operator: Any) -> Rewrite:
     """Makes the rewrite of a functional collective, of which autograd sees no more than that."""
 
@@ -429,6 +452,8 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     torch.adaptive_avg_pool1d: average_of(1),
     functional.adaptive_avg_pool2d: average_of(2),
     functional.adaptive_avg_pool3d: average_of(3),
+    functional.instance_norm: instance_norm,
+    functional.bilinear: bilinear,
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
     functional.linear_cross_entropy: linear_cross_entropy,

@@ -66,6 +66,16 @@ def weighted(ids: Tensor, table: Tensor, weights: Tensor) -> Tensor:
     return functional.embedding_bag(ids, table, per_sample_weights=weights, mode="sum")
 
 
+def normed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Normalizes each channel of each sample, alone and scaled."""
+    return functional.instance_norm(x, weight=w, bias=b) * functional.instance_norm(x, eps=0.1)
+
+
+def combined(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    first, second = x.flatten(2).unbind(1)[:2]
+    return functional.bilinear(first, second, w, b) + functional.bilinear(second, first, w)
+
+
 def averaged(x: Tensor) -> Tensor:
     """Averages all positions, also where torch lays the result out for channels that lie last."""
     y = functional.adaptive_avg_pool2d(x, (1, 1)).flatten(1)
@@ -75,6 +85,25 @@ def averaged(x: Tensor) -> Tensor:
 
 
 RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
+    "channels of samples": (normed, (X, numbers(8), numbers(8)), (P("a"), P(), P()), P("a")),
+    "channels of ranks": (
+        normed,
+        (X, numbers(8), numbers(8)),
+        (P("b", "a"), P("a"), P("a")),
+        P("b", "a"),
+    ),
+    "pairs of features": (
+        combined,
+        (X, numbers(3, 20, 20), numbers(3)),
+        (P("a"), P(), P()),
+        P("a"),
+    ),
+    "pairs of features, and features of the result": (
+        combined,
+        (X, numbers(4, 20, 20), numbers(4)),
+        (P("b"), P("a"), P("a")),
+        P("b", "a"),
+    ),
     "averages of samples": (averaged, (X,), (P("a"),), P("a")),
     "samples": (conv, (X, KERNEL, numbers(6)), (P("a"), P(), P()), P("a")),
     "output channels": (
