@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
+from torch import Tensor
+from torch.autograd import Function
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.monitor import (
@@ -34,10 +36,10 @@ from shardmap_torch.control.control import Control
 from shardmap_torch.control.start import current
 from shardmap_torch.core import autograd_state
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.functorch import is_batched
+from shardmap_torch.core.functorch import can_receive_gradient, is_batched, is_smooth
 from shardmap_torch.core.progress import telling
 from shardmap_torch.core.torch_private.fake_modes import postponing_imports
-from shardmap_torch.core.tree import Tree, entry_order
+from shardmap_torch.core.tree import Tree, entry_order, flatten, unflatten
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, posting_errors, refused
@@ -49,7 +51,6 @@ from shardmap_torch.run.safety.equal_values import EqualValues
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
 from shardmap_torch.run.safety.own_state import own_state, undoing
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
-from shardmap_torch.run.safety.step_results import differentiated_once
 
 Run = Callable[[Call, bool], Tree]
 """Runs a call; the flag says if it may run as one batched program."""
@@ -229,7 +230,7 @@ class Checked:
         else:
             found = run(applied, verdict.batches)
         refusal = verdict.refusal
-        return found if refusal is None else differentiated_once(call, found, refusal)
+        return found if refusal is None else _differentiated_once(call, found, refusal)
 
     def without_data(self, call: Call, verdict: Verdict, resized: bool = False) -> Call:
         """Returns the call as it was checked, for a run without data.
@@ -367,3 +368,33 @@ class _Known:
     verdict: Verdict
     description: Description | None = None
     recordings: Recordings | None = None
+
+
+def _differentiated_once(call: Call, result: Tree, refusal: ShardTypeError) -> Tree:
+    """Attaches results to the arguments, so that a backward through them raises `refusal`."""
+    leaves, structure = flatten(result)
+    anchor = next(x for x in (call.leaves[at] for at in call.crossing) if can_receive_gradient(x))
+    places = [at for at, x in enumerate(leaves) if is_smooth(x)]
+    if places:
+        apply: Any = _DifferentiatedOnce.apply
+        attached = apply(f"{refusal}", anchor, *(leaves[at] for at in places))
+        for at, value in zip(places, attached, strict=True):
+            leaves[at] = value
+    return unflatten(structure, leaves)
+
+
+class _DifferentiatedOnce(Function):
+    """The identity, whose backward is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, anchor: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.why = why
+        ctx.set_materialize_grads(False)
+        return tuple(value.detach() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise ShardTypeError(
+            "a backward has come to the result of a step that takes gradients by itself, and that "
+            f"cannot be differentiated again:\n{ctx.why}"
+        )

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,10 +21,16 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.repairs import is_divided
-from shardmap_torch.checker.rules.infer import Types, draws, named_tensors, type_results
+from shardmap_torch.checker.rules.infer import (
+    Types,
+    draws,
+    is_factor,
+    named_tensors,
+    type_results,
+)
 from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
-from shardmap_torch.checker.spmd.ops.addends import as_addends
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED
 from shardmap_torch.checker.spmd.ops.aten_rules import propagate
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
@@ -181,7 +187,7 @@ class Operations:
         try:
             return self._inherited(call)
         except UnrelatedError:
-            found = as_addends(call, self._notes)
+            found = _as_addends(call, self._notes)
             if found is None:
                 raise
             return found
@@ -430,3 +436,36 @@ class Repeated:
             (self._notes.find(result, Ref(number), "a result"), self._notes.sums(result))
             for result, (number, _) in zip(call.results, call.event.results, strict=True)
         )
+
+
+_ADDING: Final = overloads(
+    "add.Tensor add.Scalar add_.Tensor add_.Scalar sub.Tensor sub.Scalar sub_.Tensor sub_.Scalar"
+    " rsub.Tensor rsub.Scalar"
+)
+
+
+def _as_addends(call: PairedCall, notes: Notes) -> Sums | None:
+    """Returns the state of a sum of which some operands are equal on all ranks, others addends.
+
+    Each rank adds the equal ones, so that they add up to as many times their value as there are
+    ranks. That is right where the addends add up to that multiple too, as means of parts do: the
+    mean over the ranks of `x.mean() + c`. None where the multiples differ, or for no sum.
+    """
+    known = [notes.sums(x) for x in call.tensors]
+    axes = frozenset(axis for each in known for axis in each.partial)
+    copies = prod(notes.sizes[axis] for axis in axes)
+    scales = {each.scale * (1 if each.partial else copies) for each in known if not each.zero}
+    equal = [x for x, each in zip(call.tensors, known, strict=True) if each.partial != axes]
+    has_number = call.op in _ADDING and is_factor(call.arguments.get("other"))
+    if has_number:
+        scales.add(Fraction(copies))
+        call = replace(call, arguments={**call.arguments, "other": 0})
+    if not axes or len(scales) != 1 or not (equal or has_number):
+        return None
+    if any(notes.sums(x).partial or notes.is_sharded(x, axes) for x in equal):
+        return None
+    if not call.is_linear(lambda x: True, lambda x: False):
+        return None
+    cause = next((each.cause for each in known if each.cause), "")
+    means = NO_AXES.union(*(each.means for each in known))
+    return Sums(partial=axes).scaled(scales.pop(), means, cause)
