@@ -298,12 +298,9 @@ class _Comparison:
                 if value.dtype.is_floating_point == whole.dtype.is_floating_point and (
                     differ(whole, value, self._tolerance, "") is None
                 ):
-                    return f"{_words(layout)} {event.place}"
+                    words = ", ".join(how for how in layout if how) or "equal to"
+                    return f"{words} {event.place}"
         return None
-
-
-def _words(layout: Layout) -> str:
-    return ", ".join(how for how in layout if how) or "equal to"
 
 
 def _assembled(axes: Sequence[str], stacked: Tensor) -> Iterator[tuple[Layout, Tensor]]:

@@ -204,7 +204,7 @@ def _sharding(
     ranks_of: dict[tuple[int | None, int | None], list[int]] = {}
     for rank in range(mesh.size):
         place = mesh.coordinates(rank)
-        row, column = (_index(mesh, axes, dim, place) for dim in (down, across))
+        row, column = (0 if dim is None else mesh.index(axes[dim], place) for dim in (down, across))
         ranks_of.setdefault((row, column), []).append(rank)
     row_heads, column_heads = (_heads(shape, mesh, axes, dim) for dim in (down, across))
     rows, columns = (_shown(range(len(heads))) for heads in (row_heads, column_heads))
@@ -226,12 +226,6 @@ def _sharding(
 
 def _color(row: int | None, column: int | None) -> int | None:
     return None if row is None or column is None else (3 * row + column) % len(COLORS)
-
-
-def _index(
-    mesh: Mesh, axes: Mapping[int, tuple[str, ...]], dim: int | None, place: Mapping[str, int]
-) -> int:
-    return 0 if dim is None else mesh.index(axes[dim], place)
 
 
 def _heads(

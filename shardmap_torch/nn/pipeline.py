@@ -173,16 +173,12 @@ def pipeline_value_and_grad(
     if unwrap(schedule) not in SCHEDULES:
         known = " or ".join(f"nn.{each.__name__}" for each in SCHEDULES)
         raise LayerError(f"pipeline_value_and_grad: schedule={show(schedule)} is not {known}.")
-    with_head = loss if head is not None else _without_head(loss)
+    with_head = loss if head is not None else lambda head, y, targets: loss(y, targets)
     leaves, structure = flatten((params, () if head is None else head))
     region = pipeline_region(stage, with_head, structure, axis, schedule, len(flatten(params)[0]))
     value, d_x, *grads = region(x, targets, *leaves)
     d_params, d_head = unflatten(structure, grads)
     return value, d_params if head is None else (d_params, d_head), d_x
-
-
-def _without_head(loss: Loss) -> Loss:
-    return lambda head, y, targets: loss(y, targets)
 
 
 def pipeline_region(

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.reshard import plan as reshard_plan
-from shardmap_torch.parallel.plan import Plan, Style
+from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import (
     EMBEDDING,
     Layouts,
@@ -114,7 +114,8 @@ def parallel_summary(module: nn.Module) -> Summary:
         )
     found: dict[tuple[Any, ...], int] = {}
     for path, style in plan.words.items():
-        cells = (_layered(path), _title(style), *_cells(module, plan, path, call.mesh))
+        title = style if isinstance(style, str) else type(style).__name__
+        cells = (_layered(path), title, *_cells(module, plan, path, call.mesh))
         found[cells] = found.get(cells, 0) + 1
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     replicated: dict[str, int] = {}
@@ -128,10 +129,6 @@ def parallel_summary(module: nn.Module) -> Summary:
 
 def _layered(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
-def _title(style: Style) -> str:
-    return style if isinstance(style, str) else type(style).__name__
 
 
 def _cells(module: nn.Module, plan: Plan, path: str, mesh: Mesh) -> tuple[str, int, int]:

@@ -12,7 +12,7 @@ from shardmap_torch.boundary.dtensor import Crossings, Enter, Leave
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.boundary.placements import placements_of
 from shardmap_torch.collectives.autograd import bind, is_transformed
-from shardmap_torch.core.caching import Memo, constant
+from shardmap_torch.core.caching import constant
 from shardmap_torch.core.storage import apart
 from shardmap_torch.core.tree import Tree, unflatten
 from shardmap_torch.mesh import Mesh
@@ -67,7 +67,8 @@ def run_local(call: Call) -> Tree:
 def _run_shared(call: Call, backend: ProcessGroupBackend, specs: Sequence[P]) -> Tree:
     """Runs a call with arguments that automatic axes shard."""
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
-    sharing = _sharing_backend(call.mesh, automatic_axes(call.mesh, call.bound))
+    mesh, axes = call.mesh, automatic_axes(call.mesh, call.bound)
+    sharing = mesh._state.sharing.get(axes, lambda: SharingBackend(mesh, axes))
     result, values = run_shared(call, sharing, specs, drawing)
     return result.rebuild(apart(values, call.leaves, _sharing(call, result)))
 
@@ -126,8 +127,3 @@ def _backend_of(mesh: Mesh) -> ProcessGroupBackend:
 def _make_backend(mesh: Mesh) -> None:
     if mesh._state.backend is None:
         mesh._state.backend = ProcessGroupBackend(mesh)
-
-
-def _sharing_backend(mesh: Mesh, axes: tuple[str, ...]) -> SharingBackend:
-    known: Memo[SharingBackend] = mesh._state.sharing
-    return known.get(axes, lambda: SharingBackend(mesh, axes))

@@ -93,14 +93,11 @@ def is_raised_by_body(error: BaseException) -> bool:
         return False
     last = _last(error)
     code = last.tb_frame.f_code
-    if dis.opname[code.co_code[last.tb_lasti]] != "RAISE_VARARGS" or _is_standard(code.co_filename):
+    # Python's own library may reject a symbolic number.
+    is_standard = code.co_filename.startswith(_STANDARD) and "site-packages" not in code.co_filename
+    if is_standard or dis.opname[code.co_code[last.tb_lasti]] != "RAISE_VARARGS":
         return False
     return error.__context__ is None or is_raised_by_body(error.__context__)
-
-
-def _is_standard(file: str) -> bool:
-    """Returns whether it is Python's own library, which may reject a symbolic number."""
-    return file.startswith(_STANDARD) and "site-packages" not in file
 
 
 def _last(error: BaseException) -> Any:

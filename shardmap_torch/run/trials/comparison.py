@@ -268,7 +268,7 @@ class Comparison:
         for name in sorted(values.keys() ^ expected.keys()):
             where = "on one device" if name in values else "on the ranks"
             raise RefutedError(f"{where} there is no result {name}")
-        slack = _ODD_SLACK if _is_odd(draw.style) else 1.0
+        slack = _ODD_SLACK if draw.style in (*ODD, *UNDEFINED) else 1.0
         differences = {name: _difference(values[name], x, slack) for name, x in expected.items()}
         lost = {name for name, what in differences.items() if isinstance(what, str)}
         if lost and not draw.style.tied:
@@ -411,10 +411,6 @@ def _size(value: Any) -> float:
     if not isinstance(value, Tensor) or not value.numel():
         return math.inf
     return float(value.abs().max()) if is_smooth(value) else float(bool(value.any()))
-
-
-def _is_odd(style: Style) -> bool:
-    return style in ODD or style in UNDEFINED
 
 
 def _difference(mine: Any, other: Any, slack: float) -> float | str:

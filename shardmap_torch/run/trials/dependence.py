@@ -141,7 +141,7 @@ class Dependence:
                 pulled.append((name, number, found))
         for name, number, found in pulled:
             y = results[name].detach()
-            part = y[self._block_of(name, y, number)]
+            part = y[dict(self._result_blocks(name, y))[number]]
             floor = _MARGIN * OF_ENTRY * float(y.abs().max()) * part.numel() ** 0.5
             for at, g in found.items():
                 allowed = _MARGIN * tolerance(totals[at])
@@ -156,9 +156,6 @@ class Dependence:
                         gradient = GRADIENT + self._path(at), other, name, number
                         self._note(gradient, draw, seen)
         return covered
-
-    def _block_of(self, name: str, y: Tensor, number: int) -> Block:
-        return dict(self._result_blocks(name, y))[number]
 
     def _change(
         self,
