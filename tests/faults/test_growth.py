@@ -58,8 +58,8 @@ def some(rank: int) -> dict[str, list[Sample]]:
     mesh = make_mesh((2,), ("tp",), kind="process_group")
     return {
         "calls": growth.calls(mesh, sized(600, 800), samples=2),  # the recorder holds 256
-        "meshes": growth.meshes("process_group", (1, 2), *sized((16, 2), (24, 3))),
-        "unclosed": growth.meshes("process_group", (1, 2), *sized((18, 3), (30, 5)), closes=False),
+        "meshes": growth.meshes("process_group", (1, 2), *sized((8, 2), (24, 3))),
+        "unclosed": growth.meshes("process_group", (1, 2), *sized((9, 3), (30, 5)), closes=False),
     }
 
 

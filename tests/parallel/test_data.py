@@ -111,9 +111,7 @@ def on_processes(mode: str) -> list[Any]:
     return [value.placements for value in placed]
 
 
-@pytest.mark.parametrize(
-    "mode", sampled(MODES, "replicas", "shards, gathered again in the backward")
-)
+@pytest.mark.parametrize("mode", sampled(MODES, "shards, gathered again in the backward"))
 def test_steps_on_processes_are_those_of_one_device(mode: str, gloo: Gloo) -> None:
     tp = [Shard(0), Shard(1), Replicate()]
     dp = [Replicate()] * 3 if mode == "replicas" else [Shard(1), Shard(0), Shard(0)]

@@ -51,7 +51,12 @@ GRACE = 3.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch.distributed.tensor", "torch._dynamo", "shardmap_torch", "hypothesis", "pytest"]
+    [
+        *("torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest"),
+        # What the package imports where it is asked for would take each worker half a second.
+        *("shardmap_torch.parallel", "shardmap_torch.checker.spmd.equivalence"),
+        *("shardmap_torch.run.process_group", "shardmap_torch.run.trials.by_numbers"),
+    ]
 )
 
 
