@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardmap_torch.core.torch_private import fake_modes
-from tests.support.fuzzing import sampled
 
 FIRST = """
 import sys
@@ -33,7 +32,7 @@ def step(x, w, v, targets):
     return value, *grads
 
 specs = sm.P(), sm.P(None, "tp"), sm.P("tp")
-map_over = dict(mesh=sm.make_mesh((2,), ("tp",), kind="simulated"), check=CHECK)
+map_over = dict(mesh=sm.make_mesh((2,), ("tp",), kind="simulated"), check="global")
 f = sm.shard_map(block, in_specs=specs, out_specs=sm.P(), **map_over)
 g = sm.shard_map(step, in_specs=(*specs, sm.P()), out_specs=specs, **map_over)
 x, w, v = (torch.randn(s) for s in ((3, 4), (4, 8), (8, 4)))
@@ -44,10 +43,8 @@ print(sorted({"torch._dynamo", "sympy", "torch.distributed.tensor"} & set(sys.mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", sampled(["True", "'global'"], "'global'"))
-def test_a_first_check_imports_no_compiler(check: str) -> None:
-    body = FIRST.replace("CHECK", check)
-    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
+def test_a_first_check_imports_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 

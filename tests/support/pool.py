@@ -53,7 +53,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         *("torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest"),
-        # What the package imports where it is asked for would take each worker half a second.
+        # Each worker would take half a second to import these.
         *("shardmap_torch.parallel", "shardmap_torch.checker.spmd.equivalence"),
         *("shardmap_torch.run.process_group", "shardmap_torch.run.trials.by_numbers"),
     ]
