@@ -273,7 +273,7 @@ def run_fake(
             return _run(mode, op, args, kwargs)
         if call.known is not None:
             return make(mode, call.known, call.tensors)
-        out = _run(mode, op, args, kwargs)
+        out = _run_distinct(mode, op, args, kwargs)
         call.known = _describe(op, args, kwargs, out, call.tensors)
         if call.known is not None:
             _RESULTS.put(call.key, call.known)
@@ -290,6 +290,29 @@ def run_fake(
 def _run(mode: CheckMode, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
     made = mode.run_kernel(op, args, kwargs or {})
     return op(*args, **kwargs) if made is UNTRIED else made
+
+
+def _run_distinct(mode: CheckMode, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
+    """Runs an operation that can be looked up; on lists, on one of all items with equal operands.
+
+    An optimizer has a thousand tensors in its lists, of as few shapes as one layer has.
+    """
+    lists = [each for each in args if type(each) in (list, tuple)]
+    if not op.name().startswith("aten::_foreach_") or len({*map(len, lists)}) != 1:
+        return _run(mode, op, args, kwargs)
+    kinds = [tuple(map(_kind, items)) for items in zip(*lists, strict=True)]
+    first = {kind: at for at, kind in [*enumerate(kinds)][::-1]}
+    chosen = [[x[at] for at in first.values()] if type(x) in (list, tuple) else x for x in args]
+    items = _describe_tensors(_run(mode, op, chosen, kwargs), ()) or ()
+    made = {kind: item for kind, item in zip(first, items, strict=False) if item is not None}
+    if len(made) < len(first):
+        return _run(mode, op, args, kwargs)
+    return [_make_one(mode, made[kind], ()) for kind in kinds]
+
+
+def _kind(value: Any) -> Any:
+    """Returns the number of a tensor's metadata, which `look_up` has noted, or a scalar's type."""
+    return value.__dict__[SEEN][1] if type(value) is FakeTensor else type(value)
 
 
 def _grouped_result(
