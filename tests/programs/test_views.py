@@ -79,7 +79,7 @@ def layer_on_one_device(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 def outcome(f: Callable[..., Tensor]) -> list[Tensor]:
     weights = {name: value.requires_grad_() for name, value in params().items()}
     x = random(4, 4, WIDTH, seed=3).requires_grad_()
-    y = f(weights, x)
+    y = full(f(weights, x))  # on three axes torch takes seconds to square a DTensor
     grads = torch.autograd.grad(y.square().sum(), [*weights.values(), x])
     found: list[Tensor] = full([y.detach(), *grads])
     return found
