@@ -1,7 +1,8 @@
 """Assertions for tests of sharded layers; `testing.plugin` has fixtures for pytest."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shardmap_torch.contracts import call_given
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import Placed, Tree, broadcast_prefix, map_leaves
 from shardmap_torch.divergence import find_divergence
-from shardmap_torch.errors import TransformError, show
+from shardmap_torch.errors import ShardTypeError, TransformError, show
 from shardmap_torch.mesh import Mesh, use_mesh
 from shardmap_torch.spec import P
 from shardmap_torch.transform import Check, shard_map
@@ -31,6 +32,7 @@ def assert_equals_one_device(
     out_specs: Tree = None,
     check: Check = True,
     seed: int = 0,
+    gradients: bool = True,
 ) -> None:
     """Asserts that a sharded function has the results and gradients of one on one device.
 
@@ -48,6 +50,8 @@ def assert_equals_one_device(
         out_specs: likewise.
         check: likewise; "global" also proves, or tries, that it is so for all numbers.
         seed: of the cotangents.
+        gradients: whether gradients are compared too; False for steps that take them themselves,
+            of which most cannot be differentiated again.
 
     Raises:
         AssertionError: results or gradients differ; lists all leaves with the worst difference, and
@@ -72,8 +76,9 @@ def assert_equals_one_device(
             after.enter_context(use_mesh(mesh))
         after.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
-        expected = _values(one_device, args, seed)
-        found = _values(f, args, seed)
+        wide = partial(map_leaves, partial(_widened, gradients))
+        expected = _values(one_device, map(wide, args), seed)
+        found = _values(f, map(wide, args), seed)
         faults = _faults(found, expected)
         if faults:
             parting = _parting(f, one_device, args) if "result" in faults[0] else ""
@@ -81,17 +86,21 @@ def assert_equals_one_device(
             raise AssertionError("\n  ".join(filter(None, [head, *faults, parting])))
 
 
-def _values(f: Callable[..., Any], args: Sequence[Any], seed: int) -> dict[str, Any]:
+def _values(f: Callable[..., Any], wide: Iterable[Any], seed: int) -> dict[str, Any]:
     """Returns the results by path, and the gradients of all arguments that have one."""
-    wide = [map_leaves(_widened, arg) for arg in args]
-    results = _by_path(call_given(f, wide, {}, TransformError, "The call"), "result")
+    args = [*wide]
+    results = _by_path(call_given(f, args, {}, TransformError, "The call"), "result")
     values = {path: x.detach() if isinstance(x, Tensor) else x for path, x in results.items()}
     inputs = {
         f"gradient of {path}": leaf
-        for number, arg in enumerate(wide)
+        for number, arg in enumerate(args)
         for path, leaf in _by_path(arg, f"args[{number}]").items()
     }
-    return values | gradients_for([*results.values()], inputs, seed)
+    try:
+        return values | gradients_for([*results.values()], inputs, seed)
+    except ShardTypeError as error:
+        error.add_note("With gradients=False assert_equals_one_device compares the results alone.")
+        raise
 
 
 def _by_path(tree: Tree, name: str) -> dict[str, Any]:
@@ -100,11 +109,11 @@ def _by_path(tree: Tree, name: str) -> dict[str, Any]:
     return {leaf.path: leaf.value for leaf in leaves if isinstance(leaf, Placed)}
 
 
-def _widened(leaf: Any) -> Any:
+def _widened(learns: bool, leaf: Any) -> Any:
     if not is_smooth(leaf):
         return leaf
     dtype = torch.complex128 if leaf.is_complex() else torch.float64
-    return leaf.detach().to(dtype).clone().requires_grad_()
+    return leaf.detach().to(dtype).clone().requires_grad_(learns)
 
 
 def _faults(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
@@ -124,7 +133,9 @@ def _faults(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
 
 def _parting(f: Callable[..., Any], one_device: Callable[..., Any], args: Sequence[Any]) -> str:
     try:
-        found = find_divergence(f, one_device, *(map_leaves(_widened, arg) for arg in args))
+        found = find_divergence(
+            f, one_device, *(map_leaves(partial(_widened, True), arg) for arg in args)
+        )
     except TransformError:  # more ranks than it runs, or ranks that run different code
         return ""
     return "" if found is None else str(found).rpartition("\n")[0].replace("\n", "\n  ")

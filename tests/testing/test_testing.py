@@ -1,6 +1,7 @@
 """The assertions for users' tests accept what is right, and say what is wrong."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardmap_torch import (
     convert,
     make_mesh,
     shard_map,
+    value_and_grad,
 )
 from shardmap_torch.testing import assert_bytes, assert_equals_one_device
 from shardmap_torch.testing.plugin import simulated_mesh
@@ -107,6 +109,32 @@ def test_a_wrong_gradient_of_one_leaf_is_told_alone(simulated_mesh: Callable[...
     lines = str(caught.value).splitlines()
     assert len(lines) == 2
     assert lines[1].startswith("  gradient of args[0]['up']; the worst difference is ")
+
+
+def test_a_step_that_takes_gradients_is_compared_by_its_results(
+    simulated_mesh: Callable[..., Mesh],
+) -> None:
+    def step(w: Tensor, x: Tensor, rate: float = 0.1) -> tuple[Tensor, Tensor]:
+        def loss(w: Tensor) -> Tensor:
+            return all_reduce((x @ w).square().mean(), "dp", op="mean", dst=I)
+
+        value, gradient = value_and_grad(loss)(w)
+        return w - rate * all_reduce(gradient, "dp", dst=I), value
+
+    def alone(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, value = torch.func.grad_and_value(lambda w: (x @ w).square().mean())(w)
+        return w - 0.1 * gradient, value
+
+    args = torch.randn(3), torch.randn(4, 3)
+    how: Any = {"mesh": simulated_mesh(dp=2), "in_specs": (P(), P("dp")), "out_specs": (P(), P())}
+    assert_equals_one_device(step, alone, *args, **how, gradients=False)
+    with pytest.raises(ShardTypeError, match="takes gradients by itself") as caught:
+        assert_equals_one_device(step, alone, *args, **how)
+    assert caught.value.__notes__[-1] == (
+        "With gradients=False assert_equals_one_device compares the results alone."
+    )
+    with pytest.raises(AssertionError, match=r"result\[0\]"):
+        assert_equals_one_device(partial(step, rate=0.2), alone, *args, **how, gradients=False)
 
 
 def test_other_leaves_of_a_result_are_compared(simulated_mesh: Callable[..., Mesh]) -> None:

@@ -19,6 +19,12 @@ NUMBER: Final = (
 )
 """Advice where an argument, or a factor, is another number on one device."""
 
+PART: Final = (
+    "take each rank's own part: name the axis in its spec, or write convert(x, axis, src=R, dst=V, "
+    "dim=...)."
+)
+"""Advice where ranks take as many entries of what is unsharded as they have of something else."""
+
 STATISTICS: Final = (
     "its statistics are those of a rank's part: gather the dim first, with all_gather, or compute "
     "the norm from means that are all-reduced with op='mean' and dst=R."

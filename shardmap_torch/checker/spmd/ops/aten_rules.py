@@ -24,7 +24,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.ops import indexing, letters
-from shardmap_torch.checker.spmd.ops.advice import NUMBER, STATISTICS, counted
+from shardmap_torch.checker.spmd.ops.advice import NUMBER, PART, STATISTICS, counted
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.ops.reductions import add, average, extremum
 from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Rule, Sharded, Step, shards_of
@@ -153,8 +153,11 @@ def _sliced(step: Step) -> list[Sharded]:
     full = here == range(x.local[dim]) and there == range(x.global_shape[dim])
     if full:
         return [Sharded(x.dims)]
-    if axes_of(x.dims[dim]) or x.dims[dim] == ANY or here != there:
+    if axes_of(x.dims[dim]) or x.dims[dim] == ANY:
         raise UnrelatedError(f"it takes a part of dim {dim}, which is sharded", GATHER)
+    if here != there:
+        counts = f"{len(here)} entries of dim {dim} on a rank and {len(there)} on one device"
+        raise UnrelatedError(f"it takes {counts}, where it is unsharded", PART)
     return [Sharded((*x.dims[:dim], unsharded(len(here)), *x.dims[dim + 1 :]))]
 
 

@@ -250,6 +250,14 @@ def rows_in_reverse(x: Tensor) -> Tensor:
 
 
 WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
+    "as many entries of a whole tensor as a rank has of another": (
+        lambda x, scale: x * scale[: x.shape[0]][:, None, None],
+        (X, numbers(4)),
+        (P("a"), P()),
+        P("a"),
+        "it takes 2 entries of dim 0 on a rank and 4 on one device, where it is unsharded"
+        "(?s:.*)Fix: take each rank's own part: name the axis in its spec",
+    ),
     "a row added by its position, of which a rank has one": (
         counted_added,
         (X[:2],),
@@ -318,7 +326,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (X, POSITIVE),
         (P("a"), P()),
         P("a"),
-        "takes a part of dim 0|not sharded like what it masks",
+        "it takes 2 entries of dim 0|not sharded like what it masks",
     ),
     "positions counted in a table": (
         counted,

@@ -240,7 +240,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (X, KERNEL, numbers(6)),
         (P(), P("a"), P()),
         P(None, "a"),
-        "takes a part of dim 0|the dim of output channels",
+        "it takes 3 entries of dim 0|the dim of output channels",
     ),
     "norm of a part of a group": (
         lambda x: functional.group_norm(x, 1),
