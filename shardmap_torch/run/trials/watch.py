@@ -48,16 +48,22 @@ class Seen:
         true: those that were true.
         false: those that were false.
         patterns: of what ranks make of many entries, in which ways it was distributed over them.
+        apart: those of numbers that ranks have other ones of.
+        mixed: those that were true on a rank and false on another, of the same entry.
     """
 
     true: set[Condition] = field(default_factory=set)
     false: set[Condition] = field(default_factory=set)
     patterns: dict[Condition, set[Pattern]] = field(default_factory=dict)
+    apart: set[Condition] = field(default_factory=set)
+    mixed: set[Condition] = field(default_factory=set)
 
     def add(self, other: "Seen") -> None:
         """Adds what another run has met."""
         self.true |= other.true
         self.false |= other.false
+        self.apart |= other.apart
+        self.mixed |= other.mixed
         for condition, patterns in other.patterns.items():
             self.patterns.setdefault(condition, set()).update(patterns)
 
@@ -73,6 +79,8 @@ class Seen:
                 where = "all ranks" if rank < 0 else f"rank {rank} and not on all"
                 shown = str(value).lower()
                 return f"{name} is never {shown} on {where} for random inputs, at {site}"
+        for site, name, _, _ in sorted(self.apart - self.mixed, key=str):
+            return f"the condition of {name} is the same on all ranks for random inputs, at {site}"
         return None
 
     @property
@@ -282,6 +290,7 @@ class Watched(_Body):
     summarizes: bool = False
     unknown: UntriedError | None = None
     _summaries: dict[Condition, dict[int, Tensor]] = field(default_factory=dict)
+    _pieces: dict[Condition, dict[int, tuple[Tensor, float]]] = field(default_factory=dict)
     fixed: list[bool] = field(default_factory=list)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
@@ -298,10 +307,23 @@ class Watched(_Body):
         self.summarizes = True
         self._summaries.setdefault(met, {})[rank] = flags
 
+    def note_pieces(self, met: Condition, rank: int, signs: Tensor, numbers: float) -> None:
+        """Notes where a condition of one rank's numbers is true (1), and where false (-1)."""
+        self._pieces.setdefault(met, {})[rank] = signs, numbers
+
     def compare_ranks(self) -> None:
         """Notes in which ways summaries were distributed over the ranks, after the run."""
         for met, by_rank in self._summaries.items():
             self.seen.patterns[met] = set(_patterns(by_rank))
+        for met, pieces in self._pieces.items():
+            signs, numbers = zip(*pieces.values(), strict=True)
+            if len({*numbers}) == 1 or len({x.shape for x in signs}) > 1:
+                continue
+            stacked = torch.stack(signs)
+            if bool((stacked.count_nonzero(0) > 1).any()):
+                self.seen.apart.add(met)
+            if bool((stacked.amax(0) > 0).logical_and(stacked.amin(0) < 0).any()):
+                self.seen.mixed.add(met)
 
     def leave(self, leaves: Sequence[Any]) -> None:
         tensors = [base_of(x) for x in leaves if isinstance(x, Tensor)]
@@ -467,7 +489,8 @@ class _Watch(_Wide):
             why = "may have pieces that random inputs do not reach"
             self._watched.unknown = self._watched.unknown or _refusal(name, why)
             return
-        self._meet(name, conditions)
+        numbers = [float(x.nan_to_num().sum()) for x in free if x.is_floating_point()]
+        self._meet(name, conditions, numbers=sum(numbers) if numbers else None)
         self._note_ways(name, arguments, free, out)
 
     def _note_ways(
@@ -508,9 +531,16 @@ class _Watch(_Wide):
                 lengths[at] = min(max(1, length - added), lengths.get(at, length))
 
     def _meet(
-        self, name: str, conditions: Sequence[tuple[Tensor, Tensor]], both: bool = True
+        self,
+        name: str,
+        conditions: Sequence[tuple[Tensor, Tensor]],
+        both: bool = True,
+        numbers: float | None = None,
     ) -> None:
-        """Notes conditions that have to be true somewhere, and, if `both`, false somewhere."""
+        """Notes conditions that have to be true somewhere, and, if `both`, false somewhere.
+
+        Those of numbers that differ by rank, of which `numbers` is the sum, on some ranks alone.
+        """
         site = call_site()
         count = self._count[site, name] = self._count.get((site, name), -1) + 1
         seen = self._watched.seen
@@ -521,6 +551,9 @@ class _Watch(_Wide):
                 seen.true.add(met)
             if bool((~condition & is_open).any()) or (is_true and not both):
                 seen.false.add(met)
+            if numbers is not None:
+                signs = torch.where(is_open, torch.where(condition, 1, -1), 0).to(torch.int8)
+                self._watched.note_pieces(met, self._rank, signs, numbers)
 
 
 _CASTS: Final = ("_to_copy", "to")

@@ -126,6 +126,29 @@ class Halved(torch.autograd.Function):
         return torch.where(grad.abs() > 1e9, grad / 2, grad)
 
 
+PIECES: Final[list[tuple[Change, str]]] = [
+    (torch.relu, "relu"),
+    (torch.abs, "abs"),
+    (lambda m: m.clamp(max=0.0), "clamp"),
+    (lambda m: torch.where(m > 0, m, -m), "gt"),
+    (lambda m: torch.maximum(m, torch.zeros_like(m)), "maximum"),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("change", "name"), PIECES)
+def test_what_all_ranks_decide_alike_but_for_rare_numbers_is_refused(
+    change: Change, name: str
+) -> None:
+    """Each rank's number is its own, and has the sign of the same large one."""
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(change(x.mean() + 1e3 * w.sum()), "cp", dst=I, op="mean")
+
+    with pytest.raises(ShardTypeError, match=f"{name} is not what it is on one device"):
+        check_program(mapped(body), X, W)
+
+
 BIAS: Final = torch.zeros(4)
 NEVER: Final = "on the ranks the condition of {} is never {} for random inputs, at test_by"
 UNSEEN: Final[dict[str, tuple[Change, str]]] = {
