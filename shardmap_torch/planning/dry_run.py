@@ -5,6 +5,7 @@ what is alive at a time is what a run would keep alive. Only the backend differs
 returns an empty tensor of the shape that the table of movements gives.
 """
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -371,11 +372,15 @@ class Tape(UncompiledMode):
         if func is _DEVICE and self._fake is not None:  # autograd asks more often than it computes
             return args[0].fake_device
         self._calls += 1
-        inside, self._inside = self._inside, True
+        inside, self._inside, num_modules = self._inside, True, len(sys.modules)
         try:
             return self._record(func, args, kwargs or {})
         finally:
             self._inside = inside
+            if len(sys.modules) != num_modules:
+                # `torch.fx.wrap`, as modules of torch call it, leaves a cycle that has its frame:
+                # with that those of the body, and their tensors.
+                gc.collect(0)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """A run without data counts the memory, FLOPs and bytes of a run on processes."""
 
+import subprocess
+import sys
 from typing import Any
 
 import optree
@@ -90,6 +92,22 @@ def test_operations_that_are_not_run_again_are_what_they_would_be(
     again = dry_run(step, args, {})
     assert found.steps == again.steps
     assert found.live() == again.live()
+
+
+FIRST = """
+from shardmap_torch.planning.dry_run import checked, run_dry
+from tests.planning.test_dry_run import mesh_of, step_of
+step, args, _ = step_of(mesh_of("fsdp+tp", "abstract"), "fsdp+tp")
+call = checked(step, args, {}).call
+first, second = run_dry(call).live(), run_dry(call).live()
+assert first == second, (max(first), max(second))
+"""
+
+
+def test_the_first_run_of_a_process_which_imports_more_of_torch_frees_what_later_ones_free() -> (
+    None
+):
+    subprocess.run([sys.executable, "-c", FIRST], check=True)
 
 
 PLAIN: dict[str, Any] = {
