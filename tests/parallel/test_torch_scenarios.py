@@ -269,6 +269,7 @@ def parallelize_module_src_data_rank(mesh: Mesh) -> None:
         assert_equal(mine, other)
     with pytest.raises(Exception, match="parallelize"):
         parallelize(own, mesh, plan, src_data_rank=None)
+    mesh.recover()
 
 
 def parallelize_module_with_no_match(mesh: Mesh) -> None:
