@@ -52,10 +52,9 @@ GRACE = 3.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        *("torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest"),
-        # Each worker would take half a second to import these.
-        *("shardmap_torch.parallel", "shardmap_torch.checker.spmd.equivalence"),
-        *("shardmap_torch.run.process_group", "shardmap_torch.run.trials.by_numbers"),
+        # Each worker would take half a second to import the last three.
+        *("torch._dynamo", "hypothesis", "pytest", "shardmap_torch.parallel"),
+        *("shardmap_torch.run.process_group", "shardmap_torch.checker.spmd.equivalence"),
     ]
 )
 
