@@ -77,8 +77,8 @@ def assert_equals_one_device(
         after.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         wide = partial(map_leaves, partial(_widened, gradients))
-        expected = _values(one_device, map(wide, args), seed)
-        found = _values(f, map(wide, args), seed)
+        expected = _values(one_device, map(wide, args), seed, gradients)
+        found = _values(f, map(wide, args), seed, gradients)
         faults = _faults(found, expected)
         if faults:
             parting = _parting(f, one_device, args) if "result" in faults[0] else ""
@@ -86,8 +86,8 @@ def assert_equals_one_device(
             raise AssertionError("\n  ".join(filter(None, [head, *faults, parting])))
 
 
-def _values(f: Callable[..., Any], wide: Iterable[Any], seed: int) -> dict[str, Any]:
-    """Returns the results by path, and the gradients of all arguments that have one."""
+def _values(f: Callable[..., Any], wide: Iterable[Any], seed: int, learns: bool) -> dict[str, Any]:
+    """Returns the results by path and, if it `learns`, the gradients of all arguments."""
     args = [*wide]
     results = _by_path(call_given(f, args, {}, TransformError, "The call"), "result")
     values = {path: x.detach() if isinstance(x, Tensor) else x for path, x in results.items()}
@@ -97,8 +97,8 @@ def _values(f: Callable[..., Any], wide: Iterable[Any], seed: int) -> dict[str, 
         for path, leaf in _by_path(arg, f"args[{number}]").items()
     }
     try:
-        return values | gradients_for([*results.values()], inputs, seed)
-    except ShardTypeError as error:
+        return values | gradients_for([*results.values()], inputs if learns else {}, seed)
+    except (ShardTypeError, RuntimeError) as error:  # torch's: the graph is freed
         error.add_note("With gradients=False assert_equals_one_device compares the results alone.")
         raise
 
@@ -113,7 +113,7 @@ def _widened(learns: bool, leaf: Any) -> Any:
     if not is_smooth(leaf):
         return leaf
     dtype = torch.complex128 if leaf.is_complex() else torch.float64
-    return leaf.detach().to(dtype).clone().requires_grad_(learns)
+    return leaf.detach().to(dtype).clone().requires_grad_(learns or leaf.requires_grad)
 
 
 def _faults(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

@@ -137,6 +137,25 @@ def test_a_step_that_takes_gradients_is_compared_by_its_results(
         assert_equals_one_device(partial(step, rate=0.2), alone, *args, **how, gradients=False)
 
 
+def test_a_step_that_calls_autograd_is_compared_by_its_results(
+    simulated_mesh: Callable[..., Mesh],
+) -> None:
+    def step(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = all_reduce((x @ w).square().sum(), "dp", dst=I)
+        return w - all_reduce(torch.autograd.grad(loss, w)[0], "dp", dst=I), loss.detach()
+
+    def alone(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = (x @ w).square().sum()
+        return w - torch.autograd.grad(loss, w)[0], loss
+
+    args = torch.randn(3, requires_grad=True), torch.randn(4, 3)
+    how: Any = {"mesh": simulated_mesh(dp=2), "in_specs": (P(), P("dp")), "out_specs": (P(), P())}
+    assert_equals_one_device(step, alone, *args, **how, gradients=False)
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        assert_equals_one_device(step, alone, *args, **how)
+    assert caught.value.__notes__[-1].startswith("With gradients=False ")
+
+
 def test_other_leaves_of_a_result_are_compared(simulated_mesh: Callable[..., Mesh]) -> None:
     specs: Any = {"in_specs": P(), "out_specs": (P(), None), "mesh": simulated_mesh(tp=2)}
     with pytest.raises(AssertionError) as caught:
