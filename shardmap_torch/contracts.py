@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from itertools import islice
 from os import PathLike
 from types import UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -197,6 +198,10 @@ def _oddities(leaf: object, raised: Exception) -> Iterator[str]:
         yield "is on the meta device, and has no values"
 
 
+_ITEMS: Final = (tuple, list, str, bytes, bytearray, range)
+"""Sequences whose items are compared with an annotation, the first 1000: a range may be endless."""
+
+
 def _fits(value: object, hint: Any) -> bool:
     """Returns whether a value may have this annotation; True where that is unknown."""
     origin, parts = get_origin(hint), get_args(hint)
@@ -212,8 +217,8 @@ def _fits(value: object, hint: Any) -> bool:
         is_one = isinstance(value, wanted)
     except TypeError:  # a protocol
         return True
-    if is_one and isinstance(value, tuple | list | str) and parts and parts[-1] is not Ellipsis:
-        return origin is tuple or all(_fits(each, parts[0]) for each in value)
+    if is_one and isinstance(value, _ITEMS) and parts and parts[-1] is not Ellipsis:
+        return origin is tuple or all(_fits(each, parts[0]) for each in islice(value, 1000))
     return is_one
 
 

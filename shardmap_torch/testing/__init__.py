@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardmap_torch.boundary.matching import is_spec
 from shardmap_torch.checker.api import trace
-from shardmap_torch.contracts import call_given
+from shardmap_torch.contracts import call_given, export
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import Placed, Tree, broadcast_prefix, map_leaves
 from shardmap_torch.divergence import find_divergence
@@ -180,3 +180,6 @@ def assert_bytes(f: Callable[..., Any], args: Sequence[Any], expected: Mapping[s
                 lines.append(f"    {row.operation} sends {row.bytes_sent}{times}, {place}")
     if wrong:
         raise AssertionError("\n".join(lines))
+
+
+export(globals(), __all__, TransformError)

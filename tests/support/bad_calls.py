@@ -10,7 +10,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import shardmap_torch as sm
-from shardmap_torch import Mesh, P, kernels, lax, nn, ops, optim, parallel, planning, random, saving
+from shardmap_torch import (
+    Mesh,
+    P,
+    kernels,
+    lax,
+    nn,
+    ops,
+    optim,
+    parallel,
+    planning,
+    random,
+    saving,
+    testing,
+)
 from tests.support.bad_input import Call, Draw, operand, or_junk, sine, some_mesh, spec
 
 _LEFT_OUT: Final = {
@@ -19,7 +32,7 @@ _LEFT_OUT: Final = {
 }
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
-    for module in (nn, ops, optim, parallel, planning, random, saving, lax, kernels, sm)
+    for module in (nn, ops, optim, parallel, planning, random, saving, lax, kernels, testing, sm)
     for name in sorted({*module.__all__} - _LEFT_OUT)
     if inspect.isfunction(getattr(module, name))
 }

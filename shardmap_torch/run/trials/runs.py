@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Final, NoReturn
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.monitor import CheckedStep, Difference, copied
+from shardmap_torch.checker.guards.monitor import CheckedStep, Difference, RunMonitor, copied
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.tree import flatten
@@ -95,7 +96,8 @@ class Program:
     ) -> list[Any]:
         start = copied(self.verdict.start, _widened) if wide else self.verdict.start
         call = replace(self.call, leaves=self._leaves(inputs))
-        applied = replace(self.verdict, start=start).apply(call, _stop)
+        monitor = partial(RunMonitor, end=_stop)
+        applied = replace(self.verdict, start=start).apply(call, _stop, monitor)
         body = watched.body(applied.function)
         applied = replace(applied, function=body, separate=watched.backward)
         return flatten(threads.run(applied))[0]

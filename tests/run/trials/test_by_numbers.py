@@ -23,6 +23,7 @@ from shardmap_torch import (
     check_program,
     convert,
     explain,
+    lax,
     make_mesh,
     shard_map,
     shift,
@@ -609,3 +610,12 @@ def test_what_all_ranks_decide_together_is_accepted() -> None:
 
 def with_all_alone(x: Tensor) -> Tensor:
     return x * x.sum(0, keepdim=True) + (x.amax() > 50)
+
+
+@pytest.mark.parametrize("z", [torch.ones(4), torch.ones(3, dtype=torch.complex64)], ids=str)
+def test_a_trial_that_departs_ends_in_an_error_of_ours(z: Tensor) -> None:
+    mesh = make_mesh((2,), ("a",), kind="simulated")
+    specs = {"in_specs": P("a"), "out_specs": P("a")}
+    f = shard_map(lambda x: lax.pvary(z, "a"), mesh=mesh, **specs, check="global")
+    with pytest.raises(ShardTypeError, match="not what it is on one device"):
+        f(torch.ones(12, 4))
