@@ -615,7 +615,10 @@ def with_all_alone(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("z", [torch.ones(4), torch.ones(3, dtype=torch.complex64)], ids=str)
 def test_a_trial_that_departs_ends_in_an_error_of_ours(z: Tensor) -> None:
     mesh = make_mesh((2,), ("a",), kind="simulated")
-    specs = {"in_specs": P("a"), "out_specs": P("a")}
-    f = shard_map(lambda x: lax.pvary(z, "a"), mesh=mesh, **specs, check="global")
+
+    def body(x: Tensor) -> Tensor:
+        return lax.pvary(z, "a")
+
+    f = shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check="global")
     with pytest.raises(ShardTypeError, match="not what it is on one device"):
         f(torch.ones(12, 4))
