@@ -175,7 +175,12 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (testing.assert_bytes, (double, 3, {}), {}, "takes a sequence of arguments, not 3."),
     (parallel.PackedColwiseParallel, (), {"x": 1}, "got an unexpected keyword argument 'x'."),
     (testing.assert_equals_one_device, (double, double, X), {"gradients": "x"}, "is no bool."),
-    (testing.assert_equals_one_device, (double, double, X), {"seed": 1 << 200}, "unpacking long long"),
+    (
+        testing.assert_equals_one_device,
+        (double, double, X),
+        {"seed": 1 << 200},
+        "unpacking long long",
+    ),
     (GRID.num_ranks, (b"a",), {}, "Mesh.num_ranks: axes=b'a' is no Sequence[str]."),
     (GRID.num_ranks, (range(10**12),), {}, "is no Sequence[str]."),
     (testing.assert_equals_one_device, (double, 3, X), {}, "'int' object is not callable."),
