@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -98,9 +98,15 @@ def _values(f: Callable[..., Any], wide: Iterable[Any], seed: int, learns: bool)
     }
     try:
         return values | gradients_for([*results.values()], inputs if learns else {}, seed)
-    except (ShardTypeError, RuntimeError) as error:  # torch's: the graph is freed
-        error.add_note("With gradients=False assert_equals_one_device compares the results alone.")
+    except ShardTypeError as error:
+        error.add_note(_ALONE)
         raise
+    except RuntimeError as error:  # torch has freed the graph
+        why = str(error).partition(". ")[0]
+        raise TransformError(f"The results have no gradients: {why}.\n{_ALONE}") from error
+
+
+_ALONE: Final = "With gradients=False assert_equals_one_device compares the results alone."
 
 
 def _by_path(tree: Tree, name: str) -> dict[str, Any]:
