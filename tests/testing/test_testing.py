@@ -152,7 +152,7 @@ def test_a_step_that_calls_autograd_is_compared_by_its_results(
     args = torch.randn(3, requires_grad=True), torch.randn(4, 3)
     how: Any = {"mesh": simulated_mesh(dp=2), "in_specs": (P(), P("dp")), "out_specs": (P(), P())}
     assert_equals_one_device(step, alone, *args, **how, gradients=False)
-    with pytest.raises(TransformError, match="second time(?s:.*)\nWith gradients=False "):
+    with pytest.raises(TransformError, match=r"second time(?s:.*)\nWith gradients=False "):
         assert_equals_one_device(step, alone, *args, **how)
 
 
