@@ -269,7 +269,6 @@ def parallelize_module_src_data_rank(mesh: Mesh) -> None:
         assert_equal(mine, other)
     with pytest.raises(Exception, match="parallelize"):
         parallelize(own, mesh, plan, src_data_rank=None)
-    mesh.recover()
 
 
 def parallelize_module_with_no_match(mesh: Mesh) -> None:
@@ -375,3 +374,5 @@ def run_other(name: str) -> None:
 @pytest.mark.parametrize("name", [each.__name__ for each in OTHERS])
 def test_a_scenario_that_is_written_in_another_way_here(name: str, gloo: Gloo) -> None:
     gloo(2).run(run_other, name, timeout=60)
+    if name == parallelize_module_src_data_rank.__name__:
+        gloo(2).close()  # ranks differ in it, which breaks the meshes of the tests that follow
