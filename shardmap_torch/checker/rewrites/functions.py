@@ -223,11 +223,9 @@ class _InvalidError(Exception):
 
 
 def einsum(host: Host, equation: Any, *operands: Any) -> Any:
-    """Computes `torch.einsum`; NotImplemented for lists of dims, and where autocast is on."""
+    """Computes `torch.einsum`; NotImplemented for lists of dims."""
     tensors = operands[0] if operands and isinstance(operands[0], list | tuple) else operands
-    if not isinstance(equation, str) or not all(isinstance(x, Tensor) for x in tensors):
-        return NotImplemented
-    if not tensors or any(enabled for _, enabled, _ in autocast_state()):
+    if not (tensors and isinstance(equation, str) and all(isinstance(x, Tensor) for x in tensors)):
         return NotImplemented
     try:
         labels, result = _read(equation.replace(" ", ""), [x.ndim for x in tensors])
@@ -398,13 +396,9 @@ def lstm(host: Host, *args: Any) -> Any:
 
 
 def average_of(num_dims: int) -> Rewrite:
-    """Makes the rewrite of an adaptive pooling over so many dims to one entry: their mean.
-
-    torch gives it the strides of what it pools, by sizes of one rank.
-    """
+    """Makes the rewrite of a pooling to one entry, whose strides torch chooses by local sizes."""
 
     def pool(host: Host, x: Tensor, output_size: Any) -> Any:
-        """Computes the mean, or NotImplemented for more entries than one."""
         sizes = tuple(output_size) if isinstance(output_size, list | tuple) else (output_size,)
         return x.mean([*range(-num_dims, 0)], keepdim=True) if {*sizes} == {1} else NotImplemented
 
@@ -428,10 +422,10 @@ def instance_norm(
     return functional.group_norm(x, x.shape[1], weight, bias, eps)
 
 
-def bilinear(host: Host, a: Tensor, b: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def bilinear(host: Host, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Tensor:
     """Computes it in two products: torch's operator for all three has no rule."""
-    y = torch.einsum("...i,oij,...j->...o", a, w, b)
-    return y if bias is None else y + bias
+    products = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return products if bias is None else products + bias
 
 
 def functional_form(operator: Any) -> Rewrite:
@@ -462,10 +456,16 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
 }
 
 
+_CAST_AT_ONCE: Final = frozenset(
+    (torch.einsum, torch.bilinear, functional.instance_norm, functional.adaptive_avg_pool3d)
+)
+"""Functions that autocast casts by themselves: where it is on, torch computes them."""
+
+
 def rewritten(host: Host, func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the function to call in place of `func` with these arguments, which does the same."""
     rewrite = REWRITES.get(func)
-    if rewrite is None:
+    if rewrite is None or (func in _CAST_AT_ONCE and any(on for _, on, _ in autocast_state())):
         return func
 
     @wraps(func)

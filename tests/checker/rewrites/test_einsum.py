@@ -6,9 +6,10 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardmap_torch import I, P, ShardTypeError, all_reduce, check_program, shard_map
-from shardmap_torch.checker.rewrites.functions import einsum
+from shardmap_torch.checker.rewrites.functions import einsum, rewritten
 from tests.checker.support.one_device import RANKS, assert_is_one_device, numbers
 
 HOST: Final[Any] = None
@@ -65,7 +66,18 @@ def test_lists_of_dims_and_autocast_are_left_to_torch() -> None:
     x = numbers(3, 3)
     assert einsum(HOST, x, [0, 1], x, [1, 2]) is NotImplemented
     with torch.autocast("cpu", torch.bfloat16):
-        assert einsum(HOST, "ij,jk->ik", x, x) is NotImplemented
+        assert rewritten(HOST, torch.einsum, (), {}) is torch.einsum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_a_run_has_the_dtypes_of_its_check(dtype: torch.dtype) -> None:
+    def body(x: Tensor) -> list[Tensor]:
+        y = torch.bilinear(x, input2=x, weight=x.new_ones(2, 4, 4))
+        pooled = functional.adaptive_avg_pool3d(x[:, None, None, None], 1)
+        return [all_reduce(z.sum(), "a", dst=I) for z in (y, pooled)]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        shard_map(body, mesh=RANKS, in_specs=P("a"), out_specs=P())(numbers(4, 4).to(dtype))
 
 
 Body = Callable[[Tensor, Tensor], Tensor]
