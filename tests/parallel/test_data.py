@@ -283,10 +283,7 @@ def test_what_layouts_do_not_follow_is_tried_with_the_loss_of_all_rows(mode: str
     one = Masked().double()
     mesh = make_mesh((2,), ("dp",), kind="simulated")
     ours = parallelize(copy.deepcopy(one), mesh, {}, **MODES[mode])
-    x, mask = (
-        torch.randn(4, 3, 4, dtype=torch.float64),
-        torch.tensor([[1, 1, 0]] * 2 + [[1] * 3] * 2),
-    )
+    x, mask = torch.randn(4, 3, 4).double(), torch.tensor([[1, 1, 0]] * 2 + [[1] * 3] * 2)
     labels = torch.randint(4, (4, 3))
     assert "tried with numbers over 'dp'" in str(explain(ours, x, mask, labels))
     found, expected = ours(x, mask, labels), one(x, mask, labels)

@@ -53,11 +53,7 @@ CASES: list[tuple[Any, Tensor, dict[str, Any]]] = [
     (functional.huber_loss, NUMBERS, {"weighs_entries": True}),
     (functional.huber_loss, NUMBERS, {"delta": 0.1, "reduction": "sum"}),
     (lambda y, t: functional.kl_div(y.log_softmax(-1), t, reduction="sum"), SHARES, {}),
-    (
-        lambda y, t: functional.kl_div(y.log_softmax(-1), t, reduction="batchmean"),
-        SHARES,
-        {},
-    ),
+    (lambda y, t: functional.kl_div(y.log_softmax(-1), t, reduction="batchmean"), SHARES, {}),
     (functional.poisson_nll_loss, SHARES, {"full": True}),
     (lambda y, t: functional.gaussian_nll_loss(y, t, t.square() + 1), NUMBERS, {}),
     (functional.multilabel_soft_margin_loss, SHARES, {"weighted": True}),

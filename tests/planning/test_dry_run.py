@@ -104,9 +104,7 @@ assert first == second, (max(first), max(second))
 """
 
 
-def test_the_first_run_of_a_process_which_imports_more_of_torch_frees_what_later_ones_free() -> (
-    None
-):
+def test_the_first_run_of_a_process_frees_what_later_ones_free() -> None:
     subprocess.run([sys.executable, "-c", FIRST], check=True)
 
 

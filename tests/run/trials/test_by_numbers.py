@@ -179,10 +179,7 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
         "_local_scalar_dense may have pieces that random inputs do not reach, at test_by",
     ),
     "a cast": (lambda x: x.long().float(), "a cast makes torch.int64 of torch.float64"),
-    "a cast to booleans": (
-        lambda x: x * (x.detach() + 1.5).bool(),
-        NEVER.format("ne", "true"),
-    ),
+    "a cast to booleans": (lambda x: x * (x.detach() + 1.5).bool(), NEVER.format("ne", "true")),
     "random numbers": (functional.dropout, "bernoulli draws random numbers"),
     "a dtype": (lambda x: x * (3 if x.dtype == torch.float32 else 1), "it does mul(3), and with"),
     "a literal of a dtype": (
