@@ -83,9 +83,7 @@ def all_moves_by_gathering() -> list[Any]:
         return all_moves()
 
 
-def test_a_movement_that_process_groups_lack_is_done_to_what_all_ranks_gathered(
-    gloo: Gloo,
-) -> None:
+def test_a_movement_that_process_groups_lack_is_done_to_what_all_ranks_gathered(gloo: Gloo) -> None:
     pool = gloo(2)
     for expected, got in zip(pool.run(all_moves), pool.run(all_moves_by_gathering), strict=True):
         for a, b in zip(expected, got, strict=True):

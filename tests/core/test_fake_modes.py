@@ -69,9 +69,7 @@ def result_of(function: Any, args: tuple[Any, ...]) -> Any:
 OUTSIDE = "\ndef ask(name):\n    import sympy\n    return getattr(sympy, name)\n"
 
 
-def test_only_torch_is_answered_and_only_while_a_check_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_torch_is_answered_only_while_a_check_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     sympy = pytest.importorskip("sympy")
     for name in fake_modes._STAND_INS:
         monkeypatch.delitem(sys.modules, name, raising=False)

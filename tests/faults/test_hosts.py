@@ -196,9 +196,7 @@ def test_the_example_trains_over_hosts_as_on_one(number: int, tmp_path: Path) ->
         assert train(made, tmp_path) == expected
 
 
-def test_training_goes_on_by_itself_where_workers_of_several_hosts_are_killed(
-    tmp_path: Path,
-) -> None:
+def test_training_goes_on_by_itself_where_workers_of_some_hosts_are_killed(tmp_path: Path) -> None:
     """The agents count restarts each for itself; the workers of all meet under the same keys."""
     expected = undisturbed(2, tmp_path / "one")
     saved = tmp_path / "saved"

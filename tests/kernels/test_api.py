@@ -385,9 +385,7 @@ def test_an_mlp_of_overlapped_layers_equals_the_dense_one_on_processes(
 
 
 @pytest.mark.parametrize("simulate", ["vmap", "ranks"])
-def test_an_mlp_of_overlapped_layers_equals_the_dense_one_on_a_simulated_mesh(
-    simulate: Any,
-) -> None:
+def test_an_mlp_of_overlapped_layers_equals_the_dense_on_a_simulated_mesh(simulate: Any) -> None:
     mesh = make_mesh((4,), ("tp",), kind="simulated", simulate=simulate)
     ours, truth = mlp_on(mesh, "auto")
     for a, b in zip(ours, truth, strict=True):

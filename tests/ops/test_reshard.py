@@ -222,9 +222,7 @@ PLANS: list[tuple[P, P, tuple[int, ...] | None, list[str]]] = [
 
 
 @pytest.mark.parametrize(("src", "dst", "shape", "wanted"), PLANS, ids=[str(p[:3]) for p in PLANS])
-def test_plan_is_the_cheapest(
-    src: P, dst: P, shape: tuple[int, ...] | None, wanted: list[str]
-) -> None:
+def test_plan_is_cheapest(src: P, dst: P, shape: tuple[int, ...] | None, wanted: list[str]) -> None:
     assert lines(plan(src, dst, MESH, shape)) == wanted
 
 

@@ -125,9 +125,7 @@ def ones_added(x: Tensor) -> Tensor:
     return all_reduce(x.sum() + torch.ones(3).sum(), "i", dst=I)
 
 
-def test_a_default_device_of_one_process_is_told_where_it_makes_another_program(
-    gloo: Gloo,
-) -> None:
+def test_a_default_device_of_one_process_is_told_where_it_makes_another_program(gloo: Gloo) -> None:
     first, second = gloo(2).run(another_device)
     assert first == second
     assert "  rank 0: %2: float32[3] {i: K} = ones(device=cpu" in first

@@ -123,9 +123,7 @@ def changed_between_calls() -> tuple[list[float], str]:
     return found, "accepted"
 
 
-def test_a_compiled_call_is_checked_again_when_its_code_refers_to_something_else(
-    gloo: Gloo,
-) -> None:
+def test_a_compiled_call_is_checked_again_when_its_code_refers_to_another_value(gloo: Gloo) -> None:
     for found, text in gloo(2).run(changed_between_calls, timeout=120):
         assert found == [4.0, 4.0, 12.0, 4.0]
         assert text.startswith(

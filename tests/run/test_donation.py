@@ -85,9 +85,7 @@ def three_steps(step: Callable[..., Any], args: Any) -> list[Tensor]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("check", ["local", "global", False])
-def test_donating_steps_compute_what_others_do(
-    optimizer: Optimizer, ranks: int, check: Any
-) -> None:
+def test_donating_steps_compute_as_others(optimizer: Optimizer, ranks: int, check: Any) -> None:
     mesh = make_mesh((ranks,), ("tp",), kind="simulated")
     expected, found = (
         three_steps(step_on(mesh, optimizer, donates, check=check), arguments(optimizer))

@@ -73,9 +73,7 @@ def test_tensors_that_a_layer_makes_itself_are_float64_too(
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_a_body_is_checked_as_strictly_as_it_is_asked(
-    simulated_mesh: Callable[..., Mesh],
-) -> None:
+def test_a_body_is_checked_as_strictly_as_it_is_asked(simulated_mesh: Callable[..., Mesh]) -> None:
     def biased(x: Tensor, b: Tensor) -> Tensor:
         return all_reduce(x.sum(0) + b, "dp", dst=I)
 

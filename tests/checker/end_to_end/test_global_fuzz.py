@@ -58,9 +58,17 @@ def test_fuzzing_sees_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert fuzz(BY_NAME[name], samples=6, draws=40, until_wrong=True).wrong
 
 
-def test_fuzzing_sees_that_a_rule_of_dtensor_takes_minus_one_for_no_dim(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fuzzing_sees_a_rule_without_negative_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.14, DTensor's rule for cumsum was one."""
+
+    def positive(step: Step) -> list[Sharded]:
+        dim, (x,) = step.arguments["dim"], step.shards
+        if dim >= 0 and any(axis for axis, _ in x.dims[dim]):
+            raise UnrelatedError("sharded along the dim of the sums")
+        return kept(step)
+
+    assert fuzz(BY_NAME["cumsum"], samples=2, draws=4).wrong == []
+    monkeypatch.setattr(aten_rules, "RULES", {**aten_rules.RULES, aten.cumsum.default: positive})
     assert fuzz(BY_NAME["cumsum"], samples=2, draws=4).wrong == []
     monkeypatch.setattr(operations, "counted_from_front", lambda op, arguments, results: arguments)
     assert fuzz(BY_NAME["cumsum"], samples=2, draws=4, until_wrong=True).wrong

@@ -130,9 +130,7 @@ def test_a_program_that_is_accepted_over_tp_gives_what_one_rank_of_tp_gives(body
 
 @pytest.mark.usefixtures("repairs")
 @pytest.mark.parametrize(("body", "expected"), WRONG)
-def test_a_program_that_is_another_over_tp_is_refused(
-    body: Body, expected: tuple[str, str]
-) -> None:
+def test_a_program_that_differs_over_tp_is_refused(body: Body, expected: tuple[str, str]) -> None:
     with pytest.raises(ShardTypeError) as raised:
         run(body, 2, {"tp": "global"})
     first, *_, last = str(raised.value).splitlines()

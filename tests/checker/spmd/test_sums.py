@@ -235,9 +235,7 @@ def test_a_rank_s_addend_is_not_rounded(body: Callable[[Tensor], Tensor]) -> Non
 
 
 @pytest.mark.parametrize("body", [cast_bytes, copied_bytes, number_in_bytes])
-def test_a_rank_s_addend_that_may_have_wrapped_is_not_cast(
-    body: Callable[[Tensor], Tensor],
-) -> None:
+def test_a_rank_s_addend_that_may_wrap_is_not_cast(body: Callable[[Tensor], Tensor]) -> None:
     x = torch.linspace(0.5, 2.5, 64).double().reshape(8, 8)
     with pytest.raises(ShardTypeError, match=r"as each wraps|it is 1/4 times that value"):
         on_ranks(body, 4, "global")(x)

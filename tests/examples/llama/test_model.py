@@ -165,9 +165,7 @@ def installed() -> bool:
 
 
 @pytest.mark.skipif(not installed(), reason=f"needs the pretrained model: {INSTALL}")
-def test_smollm2_writes_50_tokens_as_the_unsharded_model(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_smollm2_writes_50_tokens_as_unsharded(capsys: pytest.CaptureFixture[str]) -> None:
     tokens, wanted = llama_generate.main(["Tell me a long story about a cat.", "--compare"])
     assert len(tokens) == 50
     assert tokens == wanted
