@@ -51,6 +51,11 @@ class Style:
     levels: tuple[str, str] | None = None
     odd: float | None = None
 
+    @property
+    def is_varied(self) -> bool:
+        """Returns whether numbers are equal by chance alone, on which pieces meet."""
+        return not self.tied and "zero" not in (self.levels or ())
+
 
 PATTERNS: Final = (
     "first",  # booleans: a prefix; integers: ascending

@@ -307,6 +307,17 @@ def chosen(name: str, arguments: Mapping[str, Any], out: Any, parts: int) -> Seq
     return [(alone, torch.ones_like(alone)) for alone in found]
 
 
+def order(arguments: Mapping[str, Any], out: Any) -> Condition:
+    """Returns where what comes first of a dim, among entries that are chosen, is in its half."""
+    x, dim = arguments["self"], arguments.get("dim")
+    places = out[1] if isinstance(out, tuple | list) else out
+    size = x.numel() if dim is None or not x.ndim else x.shape[dim]
+    if dim is not None and places.ndim == x.ndim > 0:
+        places = places.narrow(dim, 0, min(1, size))
+    first = 2 * places < size
+    return first, torch.full_like(first, size > 1)
+
+
 def _is_certain(side: str, mine: Bounds | None, other: Bounds | None) -> bool:
     """Returns whether a comparison is the same for all inputs."""
     if mine is None or other is None:

@@ -315,7 +315,7 @@ class Watched(_Body):
         """Notes in which ways summaries were distributed over the ranks, after the run."""
         for met, by_rank in self._summaries.items():
             self.seen.patterns[met] = set(_patterns(by_rank))
-        for met, pieces in self._pieces.items():
+        for met, pieces in self._pieces.items() if self.draw.style.is_varied else ():
             signs, numbers = zip(*pieces.values(), strict=True)
             if len({*numbers}) == 1 or len({x.shape for x in signs}) > 1:
                 continue
@@ -472,6 +472,8 @@ class _Watch(_Wide):
             self._watched.ties |= name in ("argmax", "argmin")
             chosen = operators.chosen(name, arguments, out, self._watched.parts)
             self._meet(name, chosen, False)
+            met = call_site(), name, -1, self._count[call_site(), name]
+            self._note_pieces(met, operators.order(arguments, out), free)
             return
         if name in operators.MOVED:
             return
@@ -489,8 +491,7 @@ class _Watch(_Wide):
             why = "may have pieces that random inputs do not reach"
             self._watched.unknown = self._watched.unknown or _refusal(name, why)
             return
-        numbers = [float(x.nan_to_num().sum()) for x in free if x.is_floating_point()]
-        self._meet(name, conditions, numbers=sum(numbers) if numbers else None)
+        self._meet(name, conditions, of=free)
         self._note_ways(name, arguments, free, out)
 
     def _note_ways(
@@ -535,11 +536,11 @@ class _Watch(_Wide):
         name: str,
         conditions: Sequence[tuple[Tensor, Tensor]],
         both: bool = True,
-        numbers: float | None = None,
+        of: Sequence[Tensor] = (),
     ) -> None:
         """Notes conditions that have to be true somewhere, and, if `both`, false somewhere.
 
-        Those of numbers that differ by rank, of which `numbers` is the sum, on some ranks alone.
+        Those of numbers that differ by rank, on some ranks alone.
         """
         site = call_site()
         count = self._count[site, name] = self._count.get((site, name), -1) + 1
@@ -551,9 +552,22 @@ class _Watch(_Wide):
                 seen.true.add(met)
             if bool((~condition & is_open).any()) or (is_true and not both):
                 seen.false.add(met)
-            if numbers is not None:
-                signs = torch.where(is_open, torch.where(condition, 1, -1), 0).to(torch.int8)
-                self._watched.note_pieces(met, self._rank, signs, numbers)
+            self._note_pieces(met, (condition, is_open), of)
+
+    def _note_pieces(
+        self, met: Condition, pieces: tuple[Tensor, Tensor], of: Sequence[Tensor]
+    ) -> None:
+        """Notes where a condition is true, and the numbers of this rank that it is of."""
+        if numbers := [_digest(x) for x in of if x.is_floating_point()]:
+            condition, is_open = pieces
+            signs = torch.where(is_open, torch.where(condition, 1, -1), 0).to(torch.int8)
+            self._watched.note_pieces(met, self._rank, signs, sum(numbers))
+
+
+def _digest(x: Tensor) -> float:
+    """Returns a sum that changes with any finite entry, and where entries change places."""
+    weights = torch.arange(x.numel(), dtype=torch.float64).cos().reshape(x.shape)
+    return float((x.nan_to_num(0.0, 0.0, 0.0) * weights).sum())
 
 
 _CASTS: Final = ("_to_copy", "to")

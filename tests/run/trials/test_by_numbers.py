@@ -150,6 +150,26 @@ def test_what_all_ranks_decide_alike_but_for_rare_numbers_is_refused(
         check_program(mapped(body), X, W)
 
 
+SMALLER: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "gt": lambda own, large: torch.where(own > large, large, own),
+    "clamp": lambda own, large: own.clamp(max=large),
+    "minimum": lambda own, large: torch.minimum(own, large.expand(2)),
+    "sort": lambda own, large: torch.stack([own, large.expand(2)]).sort(0).values[0],
+    "topk": lambda own, large: torch.stack([own, large.expand(2)]).topk(1, 0, largest=False)[0],
+}
+
+
+@pytest.mark.sample(2, "sort")
+@pytest.mark.parametrize("name", SMALLER)
+def test_numbers_of_which_each_rank_has_others_with_the_same_sum_differ(name: str) -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        own = torch.stack([x.mean(), -x.mean()])
+        return all_reduce(SMALLER[name](own, 1e3 * w.sum()).sum(), "cp", dst=I, op="mean")
+
+    with pytest.raises(ShardTypeError, match=f"{name} is not what it is on one device"):
+        check_program(mapped(body), X, W)
+
+
 BIAS: Final = torch.zeros(4)
 NEVER: Final = "on the ranks the condition of {} is never {} for random inputs, at test_by"
 UNSEEN: Final[dict[str, tuple[Change, str]]] = {
