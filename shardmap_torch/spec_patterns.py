@@ -50,7 +50,7 @@ def match_specs(tree: Tree, patterns: Mapping[str, P], *, default: P | None = No
     leaves, structure = flatten(tree)
     paths = leaf_paths(tree)
     names = {pattern: pattern.split(".") for pattern in patterns}
-    matches = [[glob for glob in patterns if _matches(p.split("."), names[glob])] for p in paths]
+    matches = [[glob for glob in patterns if is_match(p.split("."), names[glob])] for p in paths]
     used = {pattern for matching in matches for pattern in matching}
     problems = [_unused(pattern, paths) for pattern in patterns if pattern not in used]
     specs = []
@@ -73,16 +73,16 @@ def leaf_paths(tree: Tree) -> list[str]:
     return [".".join(map(str, path)) for path in optree.tree_paths(tree, namespace=NAMESPACE)]
 
 
-def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+def is_match(names: Sequence[str], pattern: Sequence[str]) -> bool:
     """Returns whether the names of a path match those of a pattern."""
     if not pattern:
         return not names
     first, *rest = pattern
     if first == "**" and rest:
-        return any(_matches(names[count:], rest) for count in range(len(names) + 1))
+        return any(is_match(names[count:], rest) for count in range(len(names) + 1))
     if first == "**":  # the last one stands for at least the name of the leaf itself
         return bool(names)
-    return bool(names) and fnmatchcase(names[0], first) and _matches(names[1:], rest)
+    return bool(names) and fnmatchcase(names[0], first) and is_match(names[1:], rest)
 
 
 def _unused(pattern: str, paths: Sequence[str]) -> str:

@@ -89,8 +89,8 @@ def parallelize(
     Args:
         module: any module. Its forward must not set attributes or write into buffers.
         mesh: the mesh; None takes that of `use_mesh`.
-        plan: a style for the module itself, or styles by module name, as `"layers.*.w1"`; each part
-            of a name may have wildcards. "" is the module itself.
+        plan: a style for the module itself, or styles by module name, as `"layers.*.w1"`, with
+            the wildcards of `match_specs`. "" is the module itself.
         axis: the mesh axis of the plan's layouts, or that of a view; may be left out if the mesh
             has one axis.
         in_specs: as for `shard_map`, of the inputs of the forward, in place of the root's

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cached_property
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -24,6 +23,7 @@ from shardmap_torch.parallel.styles import (
 )
 from shardmap_torch.parallel.words import WORDS, Split, spec_of_split
 from shardmap_torch.spec import P, mismatches
+from shardmap_torch.spec_patterns import is_match
 
 ROOT: Final = ""
 """The key of a plan that stands for the module itself."""
@@ -267,7 +267,7 @@ def _is_style(style: object) -> bool:
 
 
 def _matches(module: nn.Module, key: str) -> Iterator[nn.Module]:
-    """Yields the modules that a key matches; each part of it may have wildcards, as in torch."""
+    """Yields the modules that a key matches; it has the wildcards of `match_specs`."""
     if key == ROOT:
         yield module
         return
@@ -294,13 +294,12 @@ def _sharing(style: Style, module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_match(path: str, key: str) -> bool:
-    parts, tokens = path.split("."), key.split(".")
-    return len(parts) == len(tokens) and all(map(fnmatchcase, parts, tokens))
+    return is_match(path.split("."), key.split("."))
 
 
 def _hint(module: nn.Module, key: str) -> str:
     """Lists the names of modules at the level where a key stops matching."""
-    tokens = key.split(".")
+    tokens = key.partition("**")[0].split(".")
     for length in range(len(tokens) - 1, -1, -1):
         path = ".".join(tokens[:length])
         for parent in _matches(module, path):

@@ -18,7 +18,7 @@ from shardmap_torch import (
     parallel,
     parallelize,
 )
-from shardmap_torch.parallel import LocalAttributes
+from shardmap_torch.parallel import LocalAttributes, parallel_summary
 from tests.parallel import models
 
 MESH = make_mesh((2,), ("tp",), kind="simulated")
@@ -36,6 +36,7 @@ def test_names_that_match_nothing_are_listed_with_those_that_stand_there() -> No
         "layers.*.attention.wz": ColwiseParallel(),
         "output": ColwiseParallel(),
         "layer.0": SequenceParallel(),
+        "**.wz": ColwiseParallel(),
         "layers.0.norm.weight": SequenceParallel(),
     }
     assert refused(models.Llama(), plan) == (
@@ -44,9 +45,19 @@ def test_names_that_match_nothing_are_listed_with_those_that_stand_there() -> No
         "'wq', 'wk', 'wv', 'wo'\n"
         "  'layer.0' matches no module; the modules in 'Llama' are 'tok_embeddings', 'layers', "
         "'norm', 'output'\n"
+        "  '**.wz' matches no module; the modules in 'Llama' are 'tok_embeddings', 'layers', 'norm', "
+        "'output'\n"
         "  'layers.0.norm.weight' matches no module; the modules in 'layers.0' are "
         "'attention_norm', 'attention', 'ffn_norm', 'feed_forward'"
     )
+
+
+def test_two_stars_stand_for_any_number_of_parts() -> None:
+    summaries = [
+        parallel_summary(parallelize(models.Llama(), MESH, {key: ColwiseParallel()}))
+        for key in ("layers.*.attention.wq", "layers.**.wq", "**.wq", "**.attention.**.wq")
+    ]
+    assert summaries == summaries[:1] * 4
 
 
 def test_modules_that_a_style_cannot_shard_are_listed() -> None:
