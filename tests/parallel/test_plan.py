@@ -45,8 +45,8 @@ def test_names_that_match_nothing_are_listed_with_those_that_stand_there() -> No
         "'wq', 'wk', 'wv', 'wo'\n"
         "  'layer.0' matches no module; the modules in 'Llama' are 'tok_embeddings', 'layers', "
         "'norm', 'output'\n"
-        "  '**.wz' matches no module; the modules in 'Llama' are 'tok_embeddings', 'layers', 'norm', "
-        "'output'\n"
+        "  '**.wz' matches no module; the modules in 'Llama' are 'tok_embeddings', 'layers', "
+        "'norm', 'output'\n"
         "  'layers.0.norm.weight' matches no module; the modules in 'layers.0' are "
         "'attention_norm', 'attention', 'ffn_norm', 'feed_forward'"
     )
