@@ -31,8 +31,8 @@ from shardmap_torch.checker.rules.infer import (
 from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
 from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
-from shardmap_torch.checker.spmd.ops.advice import AVERAGED
-from shardmap_torch.checker.spmd.ops.aten_rules import propagate
+from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DRAWN, PER_RANK
+from shardmap_torch.checker.spmd.ops.aten_rules import DRAW, propagate
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.ops.reductions import carried
 from shardmap_torch.checker.spmd.positions import Positions
@@ -102,7 +102,8 @@ class Operations:
         op, event = call.op, call.event
         for tensor in call.read if positions is None else ():
             if self._notes.sums(tensor).loose:
-                self._notes.reject_loose(tensor, self._kept(op, tensor))
+                advice = DRAWN if op._schema.name == DRAW else PER_RANK
+                self._notes.reject_loose(tensor, self._kept(op, tensor), advice)
         dtype = call.results[0].dtype
         by = None if positions else factor_of(op, call.arguments, event.arguments, dtype)
         name, factor = by or ("", ONE)

@@ -22,7 +22,7 @@ from shardmap_torch.checker.spmd.layout import (
     in_words,
     sharded_dim,
 )
-from shardmap_torch.checker.spmd.ops.advice import OTHER, UNSEEN, spec_advice
+from shardmap_torch.checker.spmd.ops.advice import OTHER, PER_RANK, UNSEEN, spec_advice
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.core.torch_private.engine import FakeTensor
@@ -241,20 +241,12 @@ class Notes:
         self._sums[self._storage(tensor)] = sums
 
     def reject_unfinished(self, tensor: Tensor) -> None:
-        """Requires that a value, after its pending sums, is the value on one device.
-
-        Raises:
-            UnrelatedError: it is not.
-        """
+        """Raises UnrelatedError unless a value, after its sums, is the value on one device."""
         self.reject_loose(tensor)
         reject_scaled(self.sums(tensor))
 
-    def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES) -> None:
-        """Requires that a value means something on one device, `but` over these axes.
-
-        Raises:
-            UnrelatedError: it does not.
-        """
+    def reject_loose(self, tensor: Tensor, but: Axes = NO_AXES, advice: str = PER_RANK) -> None:
+        """Raises UnrelatedError unless a value means something on one device; not over `but`."""
         sums = self.sums(tensor)
         loose = sums.loose - but
         for axis, axis_type in sorted(sums.pending):
@@ -269,7 +261,7 @@ class Notes:
                 f"over {min(loose)!r} every rank has a value of its own, from "
                 f"{self._interpreter.storage_type(tensor).origin()}, which means nothing on one "
                 "device",
-                "wrap code that is per-rank by nature in local_region(f, in_types, out_types).",
+                advice,
             )
 
     def types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:

@@ -154,6 +154,11 @@ def dropped_as_a_whole(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) 
     return random.dropout(random.key(0), x, 0.5)  # without spec=, of the part as of all
 
 
+def dropped_over_fewer_axes(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    h = random.dropout(random.key(0), x @ w, 0.5, spec=P("dp"))  # features are sharded too
+    return all_reduce(h @ w2, "tp", dst=I)
+
+
 def mean_all_reduce(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     return all_reduce(x @ w @ w2, "tp", op="mean", dst=I)
 
@@ -191,6 +196,7 @@ WRONG: Final = (
     steps_of_ranks,
     smoothing_over_vocabulary,
     dropped_as_a_whole,
+    dropped_over_fewer_axes,
     mean_all_reduce,
     write_of_another_cut,
 )

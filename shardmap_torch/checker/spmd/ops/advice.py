@@ -25,6 +25,16 @@ PART: Final = (
 )
 """Advice where ranks take as many entries of what is unsharded as they have of something else."""
 
+DRAWN: Final = (
+    "say how what is drawn is sharded, over each axis, as in dropout(key, x, p, spec=P('dp')) for "
+    "an x that is P('dp'); or wrap draws of each rank's own, from fold_axis(key, axis), in "
+    "local_region."
+)
+"""Advice for draws that are not this rank's part of a draw on one device."""
+
+PER_RANK: Final = "wrap code that is per-rank by nature in local_region(f, in_types, out_types)."
+"""Advice for values that mean nothing on one device."""
+
 STATISTICS: Final = (
     "its statistics are those of a rank's part: gather the dim first, with all_gather, or compute "
     "the norm from means that are all-reduced with op='mean' and dst=R."
@@ -91,11 +101,7 @@ def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[
 def counted(name: str, is_draw: bool) -> tuple[str, str]:
     """Returns what is said of positions that each rank counts by itself, and advice."""
     if is_draw:
-        return (
-            "each rank draws the first of the numbers that one device draws",
-            "say how what is drawn is sharded, as in dropout(key, x, p, spec=P('dp')); or wrap "
-            "draws of each rank's own, from fold_axis(key, axis), in local_region.",
-        )
+        return "each rank draws the first of the numbers that one device draws", DRAWN
     return (
         f"its {name} counts the entries that a rank has, from 0 on each rank",
         "positions in a sharded dim depend on the rank: write torch.arange(n) + "

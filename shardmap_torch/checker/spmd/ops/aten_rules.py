@@ -51,7 +51,7 @@ def propagate(step: Step) -> list[Sharded]:
     return rule(step)
 
 
-_DRAW: Final = "shardmap_torch::threefry"
+DRAW: Final = "shardmap_torch::threefry"
 
 
 def _reject_counted(step: Step, rule: Rule) -> None:
@@ -61,7 +61,7 @@ def _reject_counted(step: Step, rule: Rule) -> None:
     for name, value in step.arguments.items():
         counts = any(step_of(dim) is not None for x in shards_of(value) for dim in x.dims)
         if counts and (rule, name) not in _COUNTED:
-            raise UnrelatedError(*counted(name, step.op._schema.name == _DRAW))
+            raise UnrelatedError(*counted(name, step.op._schema.name == DRAW))
 
 
 def _copied(step: Step) -> list[Sharded]:
