@@ -8,10 +8,10 @@ chance; so all operators have to be analytic, or in pieces all of which were met
 """
 
 import contextvars
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from operator import ne
+from operator import eq, ne
 from typing import Final, TypeVar
 
 import torch
@@ -240,7 +240,11 @@ def _compare(
             ranks, one = _small_enough(call, likes, others, axes, typed)
             _require_same_casts(proven, ranks.verdict, axes)
             comparison = Comparison(replace(ranks, steady=steady), replace(one, steady=steady))
-            comparison.run()
+            try:
+                comparison.run()
+            except RefutedError as refuted:
+                sizes = comparison.sizes(call)
+                raise RefutedError(f"{refuted}, {sizes}" if sizes else str(refuted)) from None
         return comparison
 
     return _aside(compare)
@@ -277,14 +281,24 @@ def _small_enough(
         work = max(ranks.work, one.work)
         if work <= _WORK:
             ratio = ranks.call.mesh.size // one.call.mesh.size
-            return ranks, replace(one, parts=ratio)
+            return replace(ranks, is_whole=is_whole), replace(one, parts=ratio)
         too_large = f"ranks would compute {work:,} entries"
     raise UntriedError(_LARGE.format(too_large, MAX_RANKS, _WORK))
 
 
 def _steps(verdict: Verdict) -> list[tuple[object, ...]]:
-    """Returns what a program does, whatever its sizes are."""
-    return [(e.name, e.site, e.backward) for e in verdict.equations]
+    """Returns what a program does, whatever its sizes are, and where it takes all of a dim."""
+    return [(e.name, e.site, e.backward, *_whole(e)) for e in verdict.equations]
+
+
+def _whole(equation: Equation) -> Iterator[bool]:
+    if equation.name in _PARTS:
+        for before, after in zip(equation.operands[:1], equation.results[:1], strict=True):
+            yield from map(eq, before.shape, after.shape)
+
+
+_PARTS: Final = frozenset(("slice", "split", "split_with_sizes", "constant_pad_nd", "topk"))
+"""Operations of which a number says how much of a dim they take, or add."""
 
 
 def _aside(work: Callable[[], T]) -> T:

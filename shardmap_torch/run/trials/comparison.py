@@ -213,12 +213,18 @@ class Comparison:
             f"tried with numbers over {over}: in {self.num_trials} trials {ranks} ranks had the "
             f"results and gradients of one device{within}"
         ]
-        likes = self.ranks.likes
-        shapes = [tuple(like.shape) for like in likes.values()]
-        if shapes != [tuple(call.leaves[at].shape) for at in likes]:
-            lines.append(f"  at smaller sizes, with arguments of {', '.join(map(str, shapes))}")
+        if sizes := self.sizes(call):
+            lines.append(f"  {sizes}")
         lines += [f"  zero in all of them: {name}" for name in sorted(self.zero)]
         return "\n".join(lines)
+
+    def sizes(self, call: Call) -> str:
+        """Formats of which sizes arguments are, where these are not those of a call."""
+        likes = self.ranks.likes
+        shapes = [tuple(like.shape) for like in likes.values()]
+        if shapes == [tuple(call.leaves[at].shape) for at in likes]:
+            return ""
+        return f"at smaller sizes, with arguments of {', '.join(map(str, shapes))}"
 
     def _try(self, draw: Draw, partly: bool = False) -> bool:
         """Compares the programs for one choice of numbers; returns whether that says something.

@@ -240,6 +240,21 @@ def conditions(
     return None
 
 
+CUT: Final = _names("tril triu")
+"""Those that hide entries by their places."""
+
+
+def of_sizes(name: str, arguments: Mapping[str, Any], out: Any) -> Sequence[Condition]:
+    """Returns the conditions of numbers that no input has, which other sizes may decide."""
+    if name in CUT:
+        x, kept = arguments["self"], torch.ones_like(arguments["self"], dtype=torch.bool)
+        kept = getattr(kept, name)(arguments.get("diagonal", 0))
+        return [(kept, torch.ones_like(kept))] if x.numel() else []
+    if name not in COMPARED.keys() | LARGER.keys():
+        return []
+    return conditions(name, arguments, out, frozenset(), lambda _: None) or []
+
+
 def moderate(
     name: str, arguments: Mapping[str, Any], out: Any, masks: Set[float]
 ) -> Condition | None:

@@ -36,6 +36,7 @@ class Program:
         likes: what is drawn for each argument, by its position.
         parts: into how many parts the ranks of another program divide what this one has whole.
         steady: whether random numbers that the body draws are all the same.
+        is_whole: whether it has the sizes of the call; else what depends on these has to be met.
     """
 
     call: Call
@@ -43,6 +44,7 @@ class Program:
     likes: Mapping[int, Like]
     parts: int = 1
     steady: bool = False
+    is_whole: bool = True
 
     @property
     def work(self) -> int:
@@ -80,7 +82,12 @@ class Program:
             UntriedError: random numbers cannot decide about the body.
         """
         seen = Seen() if seen is None else seen
-        watched = Watched(tuple(self.likes), draw, wide, seen, parts=self.parts, steady=self.steady)
+        watched = Watched(
+            *(tuple(self.likes), draw, wide, seen),
+            parts=self.parts,
+            steady=self.steady,
+            is_whole=self.is_whole,
+        )
         inputs = draw.values(self.likes, wide)
         results = self._results(watched, inputs, wide)
         watched.compare_ranks()

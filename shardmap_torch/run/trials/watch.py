@@ -268,6 +268,7 @@ class Watched(_Body):
         masks: large numbers that it writes where something is hidden.
         parts: into how many parts ranks divide a dim, on one device.
         steady: whether random numbers are all the same; else they are refused.
+        is_whole: whether the run has the sizes of the call.
         ties: whether equal entries may matter in it.
         unknown: what is raised at the end, unless the ranks compute something else.
         summarizes: whether it makes one boolean or integer of many entries.
@@ -286,6 +287,7 @@ class Watched(_Body):
     masks: set[float] = field(default_factory=set)
     parts: int = 1
     steady: bool = False
+    is_whole: bool = True
     ties: bool = False
     summarizes: bool = False
     unknown: UntriedError | None = None
@@ -430,6 +432,8 @@ class _Watch(_Wide):
         bounds = None if fixed else operators.bounds(name, arguments, self._origins.bounds_of)
         if not fixed and not _is_derived():
             self._look(name, arguments, free, out, bounds)
+        if not self._watched.is_whole and (fixed or name in operators.CUT):
+            self._meet(f"{name} at smaller sizes", operators.of_sizes(name, arguments, out))
         places = self._places(name, arguments, free)
         for x in [*_tensors([out]), *written]:
             self._origins.note(x, fixed, places)

@@ -482,6 +482,53 @@ def test_a_large_program_is_tried_at_smaller_sizes(
     assert smaller is None or smaller in tried
 
 
+def within(x: Tensor, other: Tensor) -> Tensor:
+    """Adds up neighbours by their places in the block, which other blocks have too."""
+    places = torch.arange(len(x))
+    return ((places[:, None] - places).abs() < 256).to(x.dtype) @ other
+
+
+def cut(x: Tensor, other: Tensor) -> Tensor:
+    return x.new_ones(len(x), len(x)).tril(256) @ other
+
+
+def halo(x: Tensor, _: Tensor) -> Tensor:
+    """Counts from the start of the block before, of which it has the last 64 rows."""
+    before = shift(x[-64:], "cp", 1) if axis_size("cp") > 1 else x[:0]
+    places = torch.arange(len(before) + len(x)) - (len(x) if len(before) else 0)
+    places, own = places + axis_index("cp") * len(x), torch.arange(len(x))[:, None]
+    back = own + axis_index("cp") * len(x) - places
+    near = (back >= 0) & (back < 64) & (places >= 0)
+    return near.to(x.dtype) @ torch.cat([before, x]) / axis_size("cp")
+
+
+@pytest.mark.sample(2, "halo")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (within, "lt at smaller sizes is never false"),
+        (cut, "tril at smaller sizes is never false"),
+        (halo, "at smaller sizes the body does something else"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_what_only_large_sizes_show_is_not_tried_at_smaller_ones(
+    change: Callable[[Tensor, Tensor], Tensor], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window is as long as what is tried, of blocks of 1,024 rows in the call."""
+    monkeypatch.setattr(by_numbers, "_WORK", 1 << 20)
+
+    def windowed(x: Tensor, w: Tensor) -> Tensor:
+        found, other = torch.zeros_like(x), x
+        for _ in range(axis_size("cp")):
+            found, other = found + change(x, other), shift(other, "cp", 1)
+        return found @ w
+
+    f = mapped(windowed, P("cp"), mesh=make_mesh((4,), ("cp",), kind="abstract"))
+    with pytest.raises(ShardTypeError, match=why):
+        check_program(f, ShapeDtype((4096, 4)), ShapeDtype((4, 4)))
+
+
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_lookup_in_a_vocabulary_of_thousands_of_ranks_is_tried_at_few(last: int) -> None:
     def embed(w: Tensor, ids: Tensor) -> Tensor:
