@@ -30,6 +30,7 @@ from shardmap_torch.core.tree import (
 from shardmap_torch.errors import SpecError, listing, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.run.agree import compared as compared
+from shardmap_torch.run.agree import control_of as control_of
 from shardmap_torch.run.agree import shown_shard
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.spec import P, longer
@@ -77,10 +78,7 @@ def device_put(
     def put(leaf: Placed[P | None]) -> Tensor:
         return runtime.place(on, spec_of(leaf), leaf.value, as_dtensor)
 
-    def put_all(placed: tuple[Placed[P | None], ...]) -> X:
-        return _replace(moved, placed, put)
-
-    return compared("device_put", on, read, _described, put_all)
+    return compared("device_put", on, read, _described, lambda each: _replace(moved, each, put))
 
 
 def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:

@@ -155,7 +155,7 @@ def compared(
     """
     is_local = mesh is not None and mesh.kind not in PROCESS_KINDS
     is_inside = current_scope() is not None or torch.compiler.is_compiling()
-    if is_local or is_inside or _control_of(mesh) is None:
+    if is_local or is_inside or control_of(mesh) is None:
         return run(read())
 
     def compare_and_run() -> Y:
@@ -170,7 +170,7 @@ def compared(
     return posting_errors(name, compare_and_run)
 
 
-def _control_of(mesh: Mesh | None) -> Control | None:
+def control_of(mesh: Mesh | None) -> Control | None:
     """Returns the control; that of all processes is started where no mesh of theirs did so."""
     if mesh is None and current() is None and dist.is_available() and dist.is_initialized():
         assert dist.group.WORLD is not None  # it has been initialized

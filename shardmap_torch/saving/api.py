@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardmap_torch.core.hashing import sampled_hash
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
-from shardmap_torch.errors import CheckpointError, CommunicationError, listing, show_shape
-from shardmap_torch.placing import compared
+from shardmap_torch.errors import CheckpointError, listing, show_shape
+from shardmap_torch.placing import compared, control_of
 from shardmap_torch.saving import folders, manifest
 from shardmap_torch.saving.manifest import Entry, Manifest, Value
 from shardmap_torch.saving.storage import RankFiles, RankFilesReader
@@ -100,7 +100,7 @@ def _save(
     keep: int | None,
 ) -> Path:
     unfinished = on_first_rank(lambda: writer.begin(step))
-    with naming_ranks(f"Saving step {step} to {root} failed"):
+    with naming_ranks(f"Saving step {step} to {root}"):
         state_dict_saver.save(
             dict(tensors), storage_writer=RankFiles(unfinished, step, values), no_dist=is_alone()
         )
@@ -154,11 +154,8 @@ def load(
         return _compare(where, manifest.read(where), tensors, values, partial)
 
     saved = compared("load", None, find, describe_saved, _itself)  # a rank may see another folder
-    new = {
-        path: torch.empty_like(leaf, requires_grad=leaf.requires_grad)
-        for path, leaf in tensors.items()
-    }
-    with naming_ranks(f"Loading {where} failed"), torch.no_grad():
+    new = {k: torch.empty_like(x, requires_grad=x.requires_grad) for k, x in tensors.items()}
+    with naming_ranks(f"Loading {where}"), torch.no_grad():
         reader = RankFilesReader(where, saved)
         state_dict_loader.load(dict(new), storage_reader=reader, no_dist=is_alone())
     leaves: list[Any] = [new.get(path, saved.values.get(path)) for path in _paths(tree)]
@@ -310,7 +307,7 @@ def on_first_rank(compute: Callable[[], X]) -> X:
             where = "" if is_alone() else "On rank 0, for all: "
             outcome[0], cause = CheckpointError(f"{where}{error}"), error
     if not is_alone():
-        with naming_ranks("A checkpoint failed"):
+        with naming_ranks("A checkpoint"):
             dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], CheckpointError):
         raise outcome[0] from cause
@@ -323,14 +320,15 @@ def naming_ranks(head: str) -> Iterator[None]:
     """Turns torch's errors, one of which is a BaseException, into errors that name the ranks."""
     try:
         with warnings.catch_warnings():
-            # A run without processes is supported.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it may be
             yield
     except CheckpointException as error:
         problems = [f"rank {rank}: {_text(why)}" for rank, (why, _) in error.failures.items()]
-        raise CheckpointError(listing(f"{head}:", problems)) from error
+        raise CheckpointError(listing(f"{head} failed:", problems)) from error
     except RuntimeError as error:
-        raise CommunicationError(f"{head} on rank {dist.get_rank()}: {error}") from error
+        if (control := control_of(None)) is None:  # there is one process
+            raise
+        control.fail(head, error)
 
 
 def _text(error: BaseException) -> str:

@@ -385,7 +385,7 @@ VARIANTS: Final[Mapping[str, Callable[[Turn], object]]] = {
     "another manifest": _changed(manifest.FILE, lambda data: data.replace(b"0.1", b"0.2")),
     "no manifest": _changed(manifest.FILE, lambda data: b""),
     "a copy": _own_copy(lambda copy: None),
-    "a copy with other bytes": _own_copy(lambda copy: _flip(copy / "rank-00001.bin")),
+    "a copy with other bytes": _own_copy(lambda copy: [*map(_flip, copy.glob("*.bin"))]),
     "a copy without bytes": _own_copy(lambda copy: (copy / "rank-00001.bin").unlink()),
     "another step loaded": lambda turn: turn.load(STEP if turn.odd else None),
     "a part loaded": lambda turn: turn.require(
