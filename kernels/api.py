@@ -189,9 +189,9 @@ def matmul_all_reduce(
     While one chunk is multiplied, the one before is added on its owner (in rank order, bfloat16
     and float16 in float32) and sent to everyone. Equal on all ranks, bit for bit.
 
-    Shape: x [..., k], w [k, m] gives [..., m]. Types: as its unfused composition: the product is P
-    (or V), the result `dst`, R or I. Backward: for R an all-reduce of the cotangent, each finished
-    chunk of which feeds dx and dw at once; for I there is nothing to send. Sends
+    Shape: x [..., k], w [k, m] gives [..., m]. Types: as its unfused composition: the product is
+    Partial (or V), the result `dst`, R or I. Backward: for R an all-reduce of the cotangent, each
+    finished chunk of which feeds dx and dw at once; for I there is nothing to send. Sends
     2(n-1)/n * y.nbytes per rank, for R as much backward.
 
     Args:

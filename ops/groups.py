@@ -463,16 +463,16 @@ def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
     mesh of processes it is torch's own group, which `mesh.device_mesh.get_group(axis)` returns too;
     on a simulated or abstract mesh a stand-in. In a body these are typed:
 
-    ========================================= ============================== ==============
+    ========================================= ============================== =====================
     call                                      as                             types
     ========================================= ============================== ==============
-    `all_reduce`                              `all_reduce(dst=I)`, in place  P→I (MAX: V→I)
+    `all_reduce`                              `all_reduce(dst=I)`, in place  Partial→I (MAX: V→I)
     `all_gather`, `all_gather_into_tensor`    `all_gather(dst=I)` of dim 0   V→I
-    `reduce_scatter`, `reduce_scatter_tensor` `reduce_scatter` of dim 0      P→V
+    `reduce_scatter`, `reduce_scatter_tensor` `reduce_scatter` of dim 0      Partial→V
     `all_to_all`, `all_to_all_single`         `all_to_all` of dim 0          V→V
     `broadcast`                               `broadcast(dst=I)`, in place   V→I
     `isend` and `irecv` of all ranks          `ppermute`                     V→V
-    ========================================= ============================== ==============
+    ========================================= ============================== =====================
 
     and `rank()`, `size()`, also as `dist.get_rank(group)`, `dist.get_world_size(group)`. Autograd
     does not see such a call, so that it is refused on tensors that need a gradient: call it on

@@ -20,16 +20,7 @@ from shardmap_torch.spec import P, expanded, mismatches
 
 T = TypeVar("T")
 
-COLORS: Final = (
-    "red",
-    "green",
-    "yellow",
-    "blue",
-    "magenta",
-    "cyan",
-    "bright_black",
-    "dark_orange3",
-)
+COLORS: Final = "red green yellow blue magenta cyan bright_black dark_orange3".split()
 MAX_SHOWN: Final = 8
 """Number of ranks of a cell, or of shards along a dim, up to which all are shown."""
 
@@ -67,14 +58,14 @@ class Sharding(Shown):
         table = HtmlTable("Ranks that have each shard", ["", *self.columns], rows, self.colors)
         return Page(self.title, tables=[table])
 
-    def table(self) -> Table:
-        """Returns the table for a terminal."""
+    def table(self, colon: str = ":") -> Table:
+        """Returns the table for a terminal; in a narrow one ranges are broken at their `colon`."""
         table = Table(box=box.SQUARE, show_header=self.columns != ("",), show_lines=True)
         has_rows = self.rows != ("",)
         if has_rows:
-            table.add_column("", justify="right")
+            table.add_column("", justify="right", no_wrap=True)
         for head in self.columns:
-            table.add_column(head, justify="center", no_wrap=True)
+            table.add_column(head.replace(":", colon), justify="center", no_wrap=True)
         for row, names, colors in zip(self.rows, self.ranks, self.colors, strict=True):
             cells = map(_cell, names, colors)
             table.add_row(*([row] if has_rows else []), *cells)
@@ -151,7 +142,9 @@ def visualize_sharding(
     out = console if console is not None else Console()
     if console is not None or not out.is_jupyter:
         out.print(sharding.title, highlight=False, soft_wrap=True)
-        out.print(sharding.table())
+        wide, narrow = sharding.table(), sharding.table(":\n")
+        needed = out.measure(wide, options=out.options.update_width(10_000)).maximum
+        out.print(wide if needed <= out.width else narrow)
     return sharding
 
 

@@ -296,9 +296,7 @@ def total(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("run", [transformed_outside, transformed_inside])
-def test_compiling_under_a_functorch_transform_is_refused(
-    gloo: Gloo, run: Callable[[], str]
-) -> None:
+def test_compiling_under_a_functorch_level_is_refused(gloo: Gloo, run: Callable[[], str]) -> None:
     """Dynamo would give wrong gradients: it leaves the backward of Functions out."""
     for text in gloo(2).run(run, timeout=120):
         assert (

@@ -16,10 +16,12 @@ from tests.support.pool import Gloo
 MESH = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
 
 
-def cells(x: Any, mesh: Mesh | None = MESH, spec: P | None = None) -> list[list[str]]:
+def cells(
+    x: Any, mesh: Mesh | None = MESH, spec: P | None = None, width: int = 120
+) -> list[list[str]]:
     """The table, header included, without its lines and without the line above it."""
     out = io.StringIO()
-    console = Console(file=out, color_system=None, width=120)
+    console = Console(file=out, color_system=None, width=width)
     visualize_sharding(x, mesh=mesh, spec=spec, console=console)
     lines = [line for line in out.getvalue().splitlines()[1:] if "│" in line]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
@@ -45,6 +47,15 @@ def test_two_cuts_make_a_grid() -> None:
         ["", "0:2", "2:4", "4:6", "6:8"],
         ["0:2", "0", "1", "2", "3"],
         ["2:4", "4", "5", "6", "7"],
+    ]
+
+
+def test_in_a_narrow_terminal_ranges_are_broken_and_not_cut_off() -> None:
+    assert cells((4000, 8000), spec=P("dp", "tp"), width=55) == [
+        ["", "0:", "2000:", "4000:", "6000:"],
+        ["", "2000", "4000", "6000", "8000"],
+        ["0:2000", "0", "1", "2", "3"],
+        ["2000:4000", "4", "5", "6", "7"],
     ]
 
 

@@ -82,8 +82,8 @@ def value_and_grad(
     those of `torch.func`.
 
     Shape: the gradient's is the argument's. Types: those of a gradient that is taken in the body:
-    of an invariant argument I, of a replicate one P, of a varying one V. Sends what the collectives
-    of `f` and their transposes send.
+    of an invariant argument I, of a replicate one Partial, of a varying one V. Sends what the
+    collectives of `f` and their transposes send.
 
     Args:
         f: returns a real floating scalar, with `has_aux` a pair of it and any pytree.

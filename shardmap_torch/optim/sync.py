@@ -49,9 +49,9 @@ def sync_gradients(
     With `into`, the specs of ZeRO's shards as `shard_over` returns them, gradients are
     reduce-scattered: a rank receives the sum of its own shard only; the other sums are all-reduced.
 
-    Shape: unchanged, or that of the shard. Types: P over those axes becomes I, or S(dim). Sends
-    2(n-1)/n of the bytes of the leaves per rank over n ranks, or (n-1)/n with `into`; ceil(bytes /
-    bucket_bytes) collectives for each distinct set of axes.
+    Shape: unchanged, or that of the shard. Types: Partial over those axes becomes I, or S(dim).
+    Sends 2(n-1)/n of the bytes of the leaves per rank over n ranks, or (n-1)/n with `into`;
+    ceil(bytes / bucket_bytes) collectives for each distinct set of axes.
 
     Args:
         grads: pytree of gradients.

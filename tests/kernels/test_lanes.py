@@ -223,9 +223,7 @@ def test_without_any_single_record_wait_or_keep_some_kernel_is_refused(transport
 @pytest.mark.sample(2)
 @every_transport
 @every_kernel
-def test_a_kernel_that_ends_in_an_error_frees_nothing_still_in_use(
-    name: str, transport: str
-) -> None:
+def test_a_kernel_that_ends_in_an_error_frees_nothing_in_use(name: str, transport: str) -> None:
     operations = run(name, transport, 3).detectors[0].operations
     stops = [at for at, (_, lane, _) in enumerate(operations, start=1) if lane != NETWORK]
     assert len(stops) > 5
@@ -371,9 +369,7 @@ class Kept:
         stream.told.append(("keep", self))
 
 
-def test_cuda_lanes_say_each_verb_to_the_stream_that_is_meant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cuda_lanes_say_each_verb_to_the_stream_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fakes of torch's methods, which exist in every build of torch."""
     for method in ("record_event", "wait_event"):
         assert callable(getattr(torch.cuda.Stream, method))

@@ -25,17 +25,13 @@ def test_a_generated_program_equals_one_device(program: Program, kind: Any) -> N
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs(2))
-def test_a_generated_program_on_two_processes_equals_one_device(
-    program: Program, gloo: Gloo
-) -> None:
+def test_generated_programs_on_two_processes_equal_one_device(program: Program, gloo: Gloo) -> None:
     check_processes(program, gloo)
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=programs(4))
-def test_a_generated_program_on_four_processes_equals_one_device(
-    program: Program, gloo: Gloo
-) -> None:
+def test_generated_programs_on_four_processes_equal_one(program: Program, gloo: Gloo) -> None:
     check_processes(program, gloo)
 
 

@@ -55,7 +55,7 @@ def always(arguments: Arguments) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """The typing rule of one overload; the default refuses P and joins the types that are read.
+    """The typing rule of one overload; the default refuses Partial, and joins types that are read.
 
     Attributes:
         linear: a sum of products: one tuple of argument names per term. The operation is linear in
@@ -63,7 +63,7 @@ class Row:
             argument is in several terms if it is, say, `x` in x*a + x*b. Arguments that are
             None, or absent lists, drop out: a product without a factor keeps the rest
             (`linear(x, w, None)`), a term without any factor is gone.
-        when: returns whether `linear` applies to these arguments; if not, P is refused.
+        when: returns whether `linear` applies to these arguments; if not, Partial is refused.
         unread: tensor arguments whose values do not matter, only shape and dtype.
         zero: the results are zeros, or memory not yet written.
         draws: returns whether values are drawn at random, if the overload's tags are wrong.

@@ -43,9 +43,7 @@ def operands(seed: int) -> list[Tensor]:
     return [random(shape, seed + i) for i, shape in enumerate([(4, 3), (3, 6), (6, 2)])]
 
 
-def test_python_runs_for_the_check_and_the_recording_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_python_runs_for_the_check_and_recording_alone(capsys: pytest.CaptureFixture[str]) -> None:
     def spoken(*args: Tensor) -> Tensor:
         print("here")
         return mlp(*args)

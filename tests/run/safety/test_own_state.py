@@ -113,9 +113,7 @@ def mapped(body: Any, mesh: Any, check: Any) -> Any:
 
 @pytest.mark.parametrize("simulate", MESHES)
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_ranks_compute_with_state_of_their_own_what_one_rank_does(
-    make: Maker, simulate: str
-) -> None:
+def test_ranks_compute_with_own_state_what_one_rank_does(make: Maker, simulate: str) -> None:
     want = outcomes(mapped(make(), ONE, False))
     got = outcomes(mapped(make(), MESHES[simulate], "local"))
     for mine, right in zip(got, want, strict=True):

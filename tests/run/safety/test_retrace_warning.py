@@ -65,9 +65,7 @@ def test_a_number_is_named_at_the_third_check_anew(monkeypatch: pytest.MonkeyPat
     assert "each of the last 4 calls" in text
 
 
-def test_an_integer_that_decides_what_is_done_has_more_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_integer_that_decides_steps_has_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrace_warning, "LIMIT", 7)
     weights = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     f = mapped(lambda x, layer: x * weights[layer], None)
