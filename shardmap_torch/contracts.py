@@ -10,10 +10,11 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import wraps
 from itertools import islice
 from os import PathLike
-from types import UnionType
+from types import FrameType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -60,6 +61,9 @@ def _is_own(value: object) -> bool:
 
 
 def _export_methods(owner: type[Any], error: type[ShardMapError], name: str) -> None:
+    make = vars(owner).get("__init__")
+    if is_dataclass(owner) and _is_own(make):
+        owner.__init__ = _constructor(make, error, name)  # type: ignore[method-assign]
     for method in dir(owner):
         value = inspect.getattr_static(owner, method)
         if not method.startswith("_") and _is_own(value):
@@ -67,6 +71,31 @@ def _export_methods(owner: type[Any], error: type[ShardMapError], name: str) -> 
                 setattr(owner, method, _explaining(value, error, f"{name}.{method}"))
     for derived in owner.__subclasses__():
         _export_methods(derived, error, name)
+
+
+_GIVEN: Final = ("Hardware", "Mesh", "Row", "ShapeDtype")
+"""The data classes that users make too: all others are results, which only this package makes."""
+
+
+def _constructor(make: Any, error: type[ShardMapError], name: str) -> Callable[..., None]:
+    """Compares what users construct with annotations; refuses to construct a result for them."""
+    explaining = _explaining(make, error, name)
+
+    @wraps(make)
+    def construct(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame and frame.f_globals["__name__"] == "dataclasses":  # its `replace`
+            frame = frame.f_back
+        if frame and frame.f_globals["__name__"].startswith(_PACKAGE):
+            return make(self, *args, **kwargs)  # type: ignore[no-any-return]
+        if name not in _GIVEN:
+            raise error(f"{name} is what functions of {_PACKAGE} return; it is not made by hand.")
+        explaining(self, *args, **kwargs)
+        given = inspect.signature(make).bind(self, *args, **kwargs).arguments
+        if text := _wrong(make, given, None):
+            raise error(f"{name}: {text}")
+
+    return construct
 
 
 def call_given(
@@ -120,19 +149,24 @@ def _explanation(
     except TypeError as unbound:
         return f"{unbound}; it is {name}{_without_types(signature)}."
     given.pop("self", None)
+    if wrong := _wrong(function, given, raised):
+        return wrong
+    if type(raised) not in _REFUSALS or not _is_of_torch(raised):
+        return None
+    why = (str(raised).splitlines() or [repr(raised)])[0]
+    met = ", ".join(f"{word}={_shown(value)}" for word, value in given.items())
+    return f"torch refuses {met}: {why}"
+
+
+def _wrong(function: Any, given: Mapping[str, Any], raised: Exception | None) -> str:
+    """Says what is wrong with each argument of a call, whether or not it has failed."""
     hints = get_type_hints(function)
     wrong = [
         f"{word}={_shown(value)} {problem}."
         for word, value in given.items()
         for problem in _problems(value, hints.get(word, Any), raised)
     ]
-    if wrong:
-        return " ".join(dict.fromkeys(wrong))
-    if type(raised) not in _REFUSALS or not _is_of_torch(raised):
-        return None
-    why = (str(raised).splitlines() or [repr(raised)])[0]
-    met = ", ".join(f"{word}={_shown(value)}" for word, value in given.items())
-    return f"torch refuses {met}: {why}"
+    return " ".join(dict.fromkeys(wrong))
 
 
 def _without_types(signature: inspect.Signature) -> inspect.Signature:
@@ -147,7 +181,7 @@ def _is_of_torch(raised: Exception) -> bool:
     return any(sign in str(raised) for sign in _SIGNS)
 
 
-def _problems(value: object, hint: Any, raised: Exception) -> Iterator[str]:
+def _problems(value: object, hint: Any, raised: Exception | None) -> Iterator[str]:
     """Yields what is wrong with an argument."""
     if not _fits(value, hint):
         yield f"is no {_text(hint)}"
@@ -180,7 +214,7 @@ def _unknown(value: object, key: object) -> Iterator[str]:
         yield f"lacks {show(key)}"
 
 
-def _oddities(leaf: object, raised: Exception) -> Iterator[str]:
+def _oddities(leaf: object, raised: Exception | None) -> Iterator[str]:
     """Yields what is wrong with a leaf of an argument."""
     if not isinstance(leaf, Tensor):
         if isinstance(raised, AttributeError) and raised.obj is leaf:
@@ -199,7 +233,7 @@ def _oddities(leaf: object, raised: Exception) -> Iterator[str]:
 
 
 _ITEMS: Final = (tuple, list, str, bytes, bytearray, range)
-"""Sequences whose items are compared with an annotation, the first 1000: a range may be endless."""
+"""Sequences whose items are compared with an annotation, as a dict's, the first 1000."""
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -217,8 +251,11 @@ def _fits(value: object, hint: Any) -> bool:
         is_one = isinstance(value, wanted)
     except TypeError:  # a protocol
         return True
-    if is_one and isinstance(value, _ITEMS) and parts and parts[-1] is not Ellipsis:
-        return origin is tuple or all(_fits(each, parts[0]) for each in islice(value, 1000))
+    if is_one and len(parts) == 2 and isinstance(value, dict):
+        items = islice(value.items(), 1000)
+        return all(_fits(key, parts[0]) and _fits(each, parts[1]) for key, each in items)
+    if is_one and parts and isinstance(value, _ITEMS) and (origin is not tuple or ... in parts):
+        return all(_fits(each, parts[0]) for each in islice(value, 1000))
     return is_one
 
 

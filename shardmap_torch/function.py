@@ -90,8 +90,10 @@ class Function(torch.autograd.Function):
         """Calls the function, as `torch.autograd.Function.apply` does.
 
         Raises:
-            TransformError: without `setup_context`, in a batched body.
+            TransformError: without `forward`; without `setup_context`, in a batched body.
         """
+        if method_of(cls, "forward") is torch.autograd.Function.forward:
+            raise TransformError(f"{cls.__name__} has no forward: write one in a class of its own.")
         scope = current_scope()
         if scope is None or _LEVELS.is_second_apply(cls):
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -312,13 +314,11 @@ class _Context:
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
-        saved: tuple[Tensor, ...] = self._ctx.saved_tensors[len(self._markers) :]
-        return saved
+        return tuple(self._ctx.saved_tensors[len(self._markers) :])
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        needed: tuple[bool, ...] = self._ctx.needs_input_grad[self.num_before :]
-        return needed
+        return tuple(self._ctx.needs_input_grad[self.num_before :])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)

@@ -1,7 +1,9 @@
 """Junk arguments raise errors of this package, and leave nothing behind."""
 
 import os
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardmap_torch import (
     CollectiveError,
+    Function,
     I,
     P,
     ShardMapError,
@@ -32,6 +35,7 @@ from shardmap_torch import (
     ops,
     optim,
     parallel,
+    planning,
     random,
     saving,
     shard_map,
@@ -70,6 +74,21 @@ def test_junk_for_methods_of_what_public_functions_return_is_refused_by_name_too
     found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS), method_call))
     assert not found, "\n".join(found)
     assert_nothing_is_left()
+
+
+def test_results_are_not_made_by_hand_and_other_fields_are_compared_with_annotations() -> None:
+    wrong: Any = "a"
+    place = {"a": wrong, "b": 0}
+    for call, text in (
+        (lambda: planning.Estimate(wrong, wrong), "Estimate is what functions of shardmap_torch"),
+        (lambda: replace(planning.H100, memory=wrong), "Hardware: memory='a' is no float."),
+        (lambda: GRID.resized((1, wrong)), "Mesh.resized: sizes=(1, 'a') is no tuple[int, ...]."),
+        (lambda: GRID.rank_at(place), "Mesh.rank_at: place={'a': 'a', 'b': 0} is no Mapping"),
+        (lambda: Function.apply(3), "Function has no forward: write one in a class of its own."),
+    ):
+        with pytest.raises(ShardMapError, match="^" + re.escape(text)):
+            call()
+    assert replace(planning.H100, memory=1.0).memory == 1.0
 
 
 def test_a_call_that_takes_too_long_or_too_much_memory_is_told() -> None:

@@ -38,7 +38,7 @@ class ShapeDtype:
         ShapeDtype(shape=(8, 16), dtype=torch.bfloat16, requires_grad=False)
     """
 
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     dtype: torch.dtype = torch.float32
     requires_grad: bool = False
 

@@ -39,7 +39,7 @@ class Hardware:
 
     name: str
     flops: Mapping[torch.dtype, float]
-    memory: int
+    memory: float
     bandwidth: float
     matmul_efficiency: float = 0.8
     attention_efficiency: float | None = None
