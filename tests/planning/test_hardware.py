@@ -29,7 +29,7 @@ def test_ranks_of_a_host_are_neighbours() -> None:
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('name = "x"\nmemory = 8e9\nbandwidth = 1e12\n[flops]\nbfloat16 = 1e14\n')
-    assert read_hardware(path) == Hardware("x", {torch.bfloat16: 1e14}, 8e9, 1e12)  # type: ignore[arg-type]
+    assert read_hardware(path) == Hardware("x", {torch.bfloat16: 1e14}, 8e9, 1e12)
 
 
 def test_every_mistake_of_a_file_is_named(tmp_path: Path) -> None:
