@@ -299,7 +299,7 @@ class Explanation(Shown):
             return []
         if self.refusal is not None:
             return ["global: another program than on one device:", *f"{self.refusal}".splitlines()]
-        promised = ", if these keep what they promise:" if self.assumed else ""
+        promised = _PROMISED if self.assumed else ""
         tried = [f"  {line}" for line in self.tried.splitlines()]
         return [f"global: the same program on one device{promised}", *self.assumed, *tried]
 
@@ -312,18 +312,21 @@ class Explanation(Shown):
             Table("Bytes sent by each rank", ["Axis", "Bytes"], sent),
             *(table for path in self.paths for table in _gradients(path)),
         ]
-        entries = _entries(self.rows)
+        entries, verdict = _entries(self.rows), _VERDICTS[self.one_device]
+        if self.assumed:
+            verdict = verdict.removesuffix(".") + _PROMISED
         causes = {} if self.refusal is None else page_of_error(self.refusal).entries
         lines = sorted({*causes, *entries})
         return Page(
             f"{self.name} on the {self.mesh}",
             entries={at: [*causes.get(at, ()), *entries.get(at, ())] for at in lines},
             tables=tables,
-            verdict=_VERDICTS[self.one_device],
+            verdict=verdict,
             text="\n".join(self._globally()[1:]),
         )
 
 
+_PROMISED: Final = ", if these keep what they promise:"
 _VERDICTS: Final = {
     "": "",
     "proven": "The ranks compute what one device does: proven.",

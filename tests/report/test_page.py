@@ -19,6 +19,7 @@ from shardmap_torch import (
     check_program,
     convert,
     explain,
+    local_region,
     make_mesh,
     shard_map,
     trace,
@@ -129,6 +130,12 @@ def test_specs_and_verdicts_say_what_each_axis_holds(pages: dict[str, str]) -> N
         "wP('tp', replicate={'dp'})",
         "bP(replicate={'dp', 'tp'})",
     ]
+
+
+def test_the_verdict_of_a_page_says_that_promises_are_believed() -> None:
+    vouched = local_region(in_types=P("tp"), out_types=P("tp"), trusted=True)(torch.relu)
+    f = shard_map(vouched, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"))
+    assert explain(f, X).page().verdict.endswith("if these keep what they promise:")
 
 
 def test_two_pages_of_one_notebook_have_links_of_their_own() -> None:
