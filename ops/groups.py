@@ -465,7 +465,7 @@ def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
 
     ========================================= ============================== =====================
     call                                      as                             types
-    ========================================= ============================== ==============
+    ========================================= ============================== =====================
     `all_reduce`                              `all_reduce(dst=I)`, in place  Partial→I (MAX: V→I)
     `all_gather`, `all_gather_into_tensor`    `all_gather(dst=I)` of dim 0   V→I
     `reduce_scatter`, `reduce_scatter_tensor` `reduce_scatter` of dim 0      Partial→V
