@@ -48,6 +48,9 @@ _SHARE: Final = 1e-2
 _TIES: Final = 3
 """Minimal number of trials with equal entries, where these may matter."""
 
+_UNEVEN: Final = 4
+"""Minimal number of those in which ranks have an extremum more or less often, if any has."""
+
 _ODD_SLACK: Final = 1e4
 """The factor by which results of odd numbers may differ more: a square of 1e2 takes four digits."""
 
@@ -79,6 +82,7 @@ class Comparison:
     _excused: Seen = field(default_factory=Seen)
     _steps: tuple[Steps, Steps] = ((), ())
     _ties: bool = False
+    _uneven: int = 0
     _summarizes: bool = False
     _asks_finite: bool = False
     _unknown: UntriedError | None = None
@@ -119,7 +123,7 @@ class Comparison:
             if self._try(draw, partly=True):
                 dependence.look(draw, self._lost)
         for number, style in enumerate(TIED if self._ties else ()):
-            if number < _TIES or self._seen[0].lacks_ties:
+            if number < _TIES or self._seen[0].lacks_ties or 0 < self._uneven < _UNEVEN:
                 self._try(replace(next(draws), style=style), partly=True)
         in_pieces = self._asks_finite or any(seen.true or seen.false for seen in self._seen)
         for style in ODD * in_pieces + UNDEFINED * self._asks_finite + LEVELLED * self._summarizes:
@@ -250,6 +254,7 @@ class Comparison:
         self.num_trials += 1
         self._steps = one.steps, ranks.steps
         self._ties |= one.ties or ranks.ties
+        self._uneven += one.seen.has_ties
         self._summarizes |= one.summarizes or ranks.summarizes
         self._asks_finite |= any(name in ASK_FINITE for name, *_ in (*one.steps, *ranks.steps))
         self._unknown = self._unknown or one.unknown or ranks.unknown

@@ -84,6 +84,11 @@ class Seen:
         return None
 
     @property
+    def has_ties(self) -> bool:
+        """True if entries have been an extremum together, in some parts more often."""
+        return any(name.startswith(_TIES) for _, name, _, _ in self.true)
+
+    @property
     def lacks_ties(self) -> bool:
         """True if entries that may be an extremum together have not been."""
         return any(name.startswith(_TIES) for _, name, _, _ in self.false - self.true)

@@ -22,7 +22,7 @@ from shardmap_torch import (
     shard_map,
 )
 from tests.checker.support.one_device import numbers
-from tests.checker.support.softmax_programs import total
+from tests.checker.support.softmax_programs import outcome_of, total
 
 
 def beside_a_choice(x: Tensor) -> Tensor:
@@ -54,3 +54,8 @@ def test_equal_entries_of_maxima_are_tried_beside_choices_and_where_all_are_zero
     others = numbers(8, 3).requires_grad_(), torch.zeros(5, dtype=torch.int64), random.key(0)
     with pytest.raises(ShardTypeError, match=r"the maximum or minimum over|puts dim 1 together"):
         check_program(mapped, numbers(4, 6).requires_grad_(), *others)
+
+
+def test_equal_entries_of_which_all_are_hidden_do_not_stand_for_others() -> None:
+    """Divides by sums of other rows, and hides what is large, which the first equal entries are."""
+    assert outcome_of(237) == "refused"

@@ -30,6 +30,7 @@ from shardmap_torch.types import AxisType, K, Z
 from tests.checker.support.communicate import CONVERSIONS, Communication
 from tests.checker.support.differentiable import differentiable
 from tests.checker.support.machines import (
+    DETACHING,
     HOW,
     LENGTH,
     AllRanks,
@@ -290,6 +291,12 @@ def is_tame(outcome: Outcome) -> bool:
 # ----------------------------------------------------------------------------------- generation
 
 
+def _without_data(step: Step) -> Step:
+    if isinstance(step, Local):
+        return replace(step, name=step.name.replace("data", "detached"))
+    return step
+
+
 def leaving(types: Types) -> list[list[str]]:
     """For each axis, how a value of that type may leave."""
     program_paths = {V: ["0", "1", "partial"], Partial: ["partial"]}
@@ -377,6 +384,8 @@ class Draw:
             dst = self.rng.choice((I, I, R))
             reduce = Communication("all_reduce", self.over(), dst=dst, op=op)
         how = self.rng.choice(sorted(HOW) if depth == 0 else sorted(HOW)[-2:])
+        if how not in DETACHING:  # there `.data` cuts the innermost derivative alone
+            steps = [_without_data(step) for step in steps]
         return Gradient(how, self.operand(num_values), tuple(steps), reduce)
 
     def _from_last(self, step: Step, last: int) -> Step:

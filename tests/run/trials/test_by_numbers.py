@@ -502,20 +502,20 @@ def halo(x: Tensor, _: Tensor) -> Tensor:
     return near.to(x.dtype) @ torch.cat([before, x]) / axis_size("cp")
 
 
+WINDOWS: Final[dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]]] = {
+    "within": (within, "lt at smaller sizes is never false"),
+    "cut": (cut, "tril at smaller sizes is never false"),
+    "halo": (halo, "at smaller sizes the body does something else"),
+}
+
+
 @pytest.mark.sample(2, "halo")
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (within, "lt at smaller sizes is never false"),
-        (cut, "tril at smaller sizes is never false"),
-        (halo, "at smaller sizes the body does something else"),
-    ],
-    ids=lambda x: getattr(x, "__name__", None),
-)
+@pytest.mark.parametrize("name", WINDOWS)
 def test_what_only_large_sizes_show_is_not_tried_at_smaller_ones(
-    change: Callable[[Tensor, Tensor], Tensor], why: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window is as long as what is tried, of blocks of 1,024 rows in the call."""
+    change, why = WINDOWS[name]
     monkeypatch.setattr(by_numbers, "_WORK", 1 << 20)
 
     def windowed(x: Tensor, w: Tensor) -> Tensor:
