@@ -25,6 +25,7 @@ from shardmap_torch import (
     shard_map,
     shift,
 )
+from shardmap_torch.divergence import _key
 
 MESH = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
 SPECS: Any = P("dp"), P(None, "tp"), P("tp"), P()
@@ -173,3 +174,12 @@ def test_what_cannot_be_compared_is_told() -> None:
         with pytest.raises(TransformError) as caught:
             find_divergence(function, lambda x: x, torch.ones(128))
         assert str(caught.value) == why
+
+
+def test_values_are_told_from_others_of_the_same_memory() -> None:
+    x = torch.arange(12.0)
+    values = [x, x.clone(), x[:4], x[4:8], x[:8:2], x[:4].view(2, 2), x[:4].view(torch.int32)]
+    assert len({*map(_key, values)}) == len(values)
+    assert [_key(value.view_as(value)) for value in values] == [*map(_key, values)]
+    sparse = x.to_sparse(), x.to_sparse()
+    assert _key(sparse[0]) == _key(sparse[0]) != _key(sparse[1])

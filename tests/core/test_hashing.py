@@ -1,5 +1,6 @@
 """Hashes of tensors depend on values and their order, and on nothing else."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardmap_torch.core import hashing
-from shardmap_torch.core.hashing import Bits, hash_of
+from shardmap_torch.core.hashing import Bits, hash_of, sampled_hash
 
 
 def tensors() -> Iterator[Tensor]:
@@ -85,3 +86,15 @@ def test_bits_depend_on_values_alone_and_all_of_them_see_any_change(
     if rows:
         plain.view(-1)[-1] = plain.view(-1)[-1].logical_not()
         assert turn is not None or Bits([x], None).digest() != Bits([plain], None).digest()
+
+
+@pytest.mark.parametrize("shape", [(8191,), (91, 90), (4096, 64), (2048, 128)])
+def test_a_sampled_hash_sees_each_number_of_a_few_and_each_column_of_many(shape: Any) -> None:
+    x = torch.arange(math.prod(shape)).reshape(shape)
+    hashed = sampled_hash(x)
+    assert hashed == sampled_hash(x.mT.clone().mT if x.ndim == 2 else x.clone())
+    for at in (*range(0, shape[-1], 37), shape[-1] - 1):
+        changed = x.clone()
+        changed[..., at] += 1
+        assert sampled_hash(changed) != hashed
+    assert sampled_hash(x.to("meta")) == "without data"
