@@ -10,6 +10,7 @@ from typing import Any, Final
 from shardmap_torch.checker.explanation import Explanation, Row
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.source_location import Site
+from shardmap_torch.errors import SpecError, show
 from shardmap_torch.planning.dry_run import ARGUMENT, Block, DryRun, dry_run
 from shardmap_torch.planning.hardware import Hardware
 from shardmap_torch.planning.page import entries, timeline
@@ -226,9 +227,12 @@ class Estimate(Shown):
 
 def _measured(profile: str | Path) -> list[dict[str, Any]]:
     """Returns the events of an exported profile, as those of a second process that starts at 0."""
-    found = json.loads(Path(profile).read_text())["traceEvents"]
-    spans = [event for event in found if event.get("ph") == "X" and event.get("cat") in _LANES]
-    first = min((event["ts"] for event in spans), default=0)
+    try:
+        found = json.loads(Path(profile).read_text())["traceEvents"]
+        spans = [event for event in found if event.get("ph") == "X" and event.get("cat") in _LANES]
+        first = min((event["ts"] for event in spans), default=0)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise SpecError(f"save_trace: profile={show(profile)} is no exported profile.") from error
     names = enumerate(("estimated", "measured"))
     return [
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}

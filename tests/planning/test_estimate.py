@@ -27,7 +27,7 @@ from shardmap_torch import (
     parallelize,
     shard_map,
 )
-from shardmap_torch.errors import ShardTypeError, TransformError
+from shardmap_torch.errors import ShardTypeError, SpecError, TransformError
 from shardmap_torch.ops.gather import gather_starter
 from shardmap_torch.planning import Hardware, estimate
 from tests.support.pool import Gloo
@@ -144,6 +144,9 @@ def test_a_trace_has_measured_lanes_beside_the_estimated_ones(tmp_path: Path) ->
     assert {"aten::mm", "aten::relu"} <= {*lanes[1]}
     assert min(e["ts"] for e in events if e["pid"] == 1 and e["ph"] == "X") == 0
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["estimated", "measured"]
+    (tmp_path / "profile.json").write_text("[]")
+    with pytest.raises(SpecError, match=r"save_trace: profile=.* is no exported profile\."):
+        estimate(f, x, hardware=UNIT).save_trace(path, profile=tmp_path / "profile.json")
 
 
 def profiled() -> list[str]:

@@ -179,6 +179,17 @@ def gathered_over_others(interpreter: "Interpreter", x: Tensor, own: State) -> I
             yield from _over_of(made, made.collective.axes[0], other)
 
 
+def along_its_dims(interpreter: "Interpreter", x: Tensor, own: State, spec: P) -> Iterator[Repair]:
+    """Yields the collective that a result comes from, along the dim that its spec shards."""
+    made = _last_collective(interpreter.storage_type(x))
+    if made is None or made.spot is None or made.collective is None:
+        return
+    for axis in made.collective.axes:
+        have, need = own.get(axis, K), spec.types.get(axis, I)
+        if have.kind == need.kind == "S" and have.dim == made.collective.dim != need.dim:
+            yield _instead(made.spot, replace(made.collective, dim=need.dim or 0))
+
+
 def _last_collective(storage_type: StorageType) -> Equation | None:
     """Returns the collective from which a value comes, by first operands; of few steps."""
     for _ in range(6):

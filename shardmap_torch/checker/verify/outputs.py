@@ -272,9 +272,11 @@ def _propose(
     """Proposes other reductions, or what gives results the layouts that their specs promise."""
     interpreter, exits = made.interpreter, dict[int, Sequence[Insert]]()
     for position in wrong:
-        state, own = proposals.state(interpreter, result.leaves[position])
-        exits[position] = to_spec(state, own, result.match.spec(position))
-        if own is not None and _names_others(result.match.spec(position), own):
+        value, spec = result.leaves[position], result.match.spec(position)
+        state, own = proposals.state(interpreter, value)
+        propose(error, proposals.along_its_dims(interpreter, value, state, spec))
+        exits[position] = to_spec(state, own, spec)
+        if own is not None and _names_others(spec, own):
             other = P(*own.entries[: 1 + max(dim for dim, _ in own.sharded_dims)])
             text = f"{other!r} for {result.match.paths[position]} in out_specs"
             propose(error, [Repair(text, out_specs={position: other})])

@@ -80,7 +80,7 @@ WRONG: Final[list[tuple[Body, tuple[str, str]]]] = [
         (
             "softmax is not what it is on one device: on sharded operands it does not give shards "
             "of the result.",
-            "Fix: gather the operands first, or wrap per-rank code in local_region.",
+            "Fix: gather dim 1 over 'tp' first, or wrap per-rank code in local_region.",
         ),
     ),
     (

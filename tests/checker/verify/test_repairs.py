@@ -16,6 +16,7 @@ from shardmap_torch import (
     R,
     ShardMapError,
     ShardTypeError,
+    V,
     all_gather,
     all_reduce,
     check_program,
@@ -220,6 +221,14 @@ def mean_of_scattered_sums(x: Tensor, w: Tensor) -> Tensor:
     return reduce_scatter(x.T @ x @ w, "dp", op="mean")
 
 
+def scattered_along_another_dim(x: Tensor, w: Tensor) -> Tensor:
+    return reduce_scatter(x.T @ x @ w, "dp").relu() * 2
+
+
+def cut_along_another_dim(x: Tensor, w: Tensor) -> Tensor:
+    return convert(w * 2, "dp", src=I, dst=V, dim=0)
+
+
 def mean_of_equal(x: Tensor, w: Tensor) -> Tensor:
     mean: Tensor = all_reduce(w * w, "dp", dst=R, op="mean")
     return x @ mean
@@ -248,6 +257,8 @@ INSERTED: Final[tuple[tuple[Case, str], ...]] = (
     ((sum_of_means, P(), P()), "op='mean' in all_reduce at test_repairs.py:"),
     ((mean_of_sums, P(), P()), "op='sum' in all_reduce at test_repairs.py:"),
     ((mean_of_scattered_sums, P(), P("dp")), "op='sum' in reduce_scatter at test_repairs.py:"),
+    ((scattered_along_another_dim, P(), P(None, "dp")), "reduce_scatter(x, 'dp', dim=1) in place"),
+    ((cut_along_another_dim, P(), P(None, "dp")), "convert(x, 'dp', dim=1, src=I, dst=V) in place"),
 )
 """Rejected by global strictness, with the beginning of what is to be inserted."""
 

@@ -73,6 +73,10 @@ def by_dtensor(step: Step) -> list[Sharded]:
                 dims[result][dim] = ANY
             continue
         answers = _ask(op, _arguments_for(step, axis), bases[axis])
+        if answers is None:
+            cut = sorted({x.sharded_by(axis) for x in shards} - {None}, key=str)
+            where = f"gather dim {' or '.join(map(str, cut))} over {axis!r} first"
+            raise UnrelatedError(_MOVED, f"{where}, or wrap per-rank code in local_region.")
         if len(answers) < len(step.results):
             raise UnrelatedError("torch does not know how its results are sharded", WRAP)
         for result, answer in enumerate(answers):
@@ -100,6 +104,7 @@ def _asked_about(step: Step) -> OpOverload:
     return makes[0]
 
 
+_MOVED: Final = "on sharded operands it does not give shards of the result"
 _UNKNOWN: Final = ("its result would still have to be combined over the ranks", WRAP)
 
 
@@ -163,7 +168,7 @@ def _kept(op: OpOverload, step: Step, axis: str, sizes: Hashable) -> list[int]:
         answers = _ask(op, _arguments_for(step, axis), 2)
     except UnrelatedError as error:
         raise size_of_one_rank() from error
-    found = [at for at in answers if isinstance(at, int)]
+    found = [at for at in answers or () if isinstance(at, int)]
     pairs = zip(found, step.results, strict=False)
     made = [_sizes(here[at : at + 1], there[at : at + 1]) for at, (here, there) in pairs]
     if len(found) != len(step.results) or any(each != sizes for each in made):
@@ -230,7 +235,7 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...]:
+def _ask(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...] | None:
     """Returns what `_answered` does, and remembers it where no size is a symbol."""
     try:
         return _remembered(op, arguments, size)
@@ -242,11 +247,13 @@ _REDUCTION: Final = 3
 """Position of the argument that says how a loss is reduced: 1 averages, and 2 sums."""
 
 
-def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...]:
+def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | None, ...] | None:
     """Returns for each result its sharded dim, its pending reduction ("sum"), or None for neither.
 
+    None for all where torch would move data first.
+
     Raises:
-        UnrelatedError: torch would move data first, or does not know the operation.
+        UnrelatedError: it does not know the operation.
     """
     args, kwargs = arguments
     answers = _propagated(op, args, kwargs, size)
@@ -256,8 +263,6 @@ def _answered(op: OpOverload, arguments: Any, size: int) -> tuple[int | str | No
         total = (*args[:_REDUCTION], 2, *args[_REDUCTION + 1 :])
         value, *weight = _propagated(op, total, kwargs, size) or (None,)
         answers = ("avg", *weight) if value == "sum" else None
-    if answers is None:
-        raise UnrelatedError("on sharded operands it does not give shards of the result", WRAP)
     return answers
 
 
