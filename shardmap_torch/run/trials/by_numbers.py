@@ -11,6 +11,7 @@ import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from operator import eq, ne
 from typing import Final, TypeVar
 
@@ -33,7 +34,7 @@ from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials.comparison import Comparison, RefutedError
 from shardmap_torch.run.trials.draws import Like
-from shardmap_torch.run.trials.runs import MAX_RANKS, Program, scales
+from shardmap_torch.run.trials.runs import COUNTS, MAX_RANKS, Program, scales
 from shardmap_torch.run.trials.watch import UntriedError
 
 T = TypeVar("T")
@@ -235,9 +236,9 @@ def _compare(
     state = thread_state()
     likes = {at: _like(call.leaves[at], proven) for at in call.crossing}
 
-    def compare() -> Comparison:
+    def compare(counts: Sequence[int]) -> Comparison:
         with state.entered():
-            ranks, one = _small_enough(call, likes, others, axes, typed)
+            ranks, one = _small_enough(call, likes, others, axes, typed, counts)
             _require_same_casts(proven, ranks.verdict, axes)
             comparison = Comparison(replace(ranks, steady=steady), replace(one, steady=steady))
             try:
@@ -247,7 +248,12 @@ def _compare(
                 raise RefutedError(f"{refuted}, {sizes}" if sizes else str(refuted)) from None
         return comparison
 
-    return _aside(compare)
+    for counts in COUNTS:
+        comparison = _aside(partial(compare, counts))
+        sizes = comparison.ranks.call.mesh.shape
+        if all(sizes[axis] == call.mesh.shape[axis] for axis in axes | others):
+            break
+    return comparison
 
 
 def _small_enough(
@@ -256,14 +262,17 @@ def _small_enough(
     others: Axes,
     axes: Axes,
     typed: Verdict,
+    counts: Sequence[int],
 ) -> tuple[Program, Program]:
     """Returns the program on ranks along `axes` and `others`, and along `others` alone.
+
+    Along axes of many ranks on as many as `counts` says.
 
     Raises:
         UntriedError: it is too large, or does something else at smaller sizes.
     """
     too_large = f"there are {call.mesh.size} ranks"
-    for scale in scales(call.mesh, axes | others):
+    for scale in scales(call.mesh, axes | others, counts):
         scaled = {
             at: replace(like, shape=scale.shape(like.shape, typed.specs[at], call.mesh))
             for at, like in likes.items()

@@ -144,8 +144,9 @@ def _widened(step: CheckedStep) -> CheckedStep:
 
 MAX_RANKS: Final = 64
 
-_FEW: Final = 4
-"""Ranks along an axis that is made shorter: with two, those before and after are the same."""
+COUNTS: Final = ((16, 8, 3), (4, 3, 2))
+"""Ranks along axes that are made shorter: some of these, and of those, as one number may hide that
+a program has it by heart. With two, the ranks before and after are the same."""
 
 _DIVISORS: Final = (1, 4, 16, 64, 256, 1024)
 
@@ -188,10 +189,10 @@ class Scale:
         return shards * (own // self.divisor if own % unit == 0 else own)
 
 
-def scales(mesh: Mesh, axes: frozenset[str]) -> Iterator[Scale]:
+def scales(mesh: Mesh, axes: frozenset[str], counts: Sequence[int]) -> Iterator[Scale]:
     """Yields sizes at which a program with ranks along these axes may be tried, largest first."""
     sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
-    for few in (max(sizes.values()), _FEW, _FEW - 1, 2):
+    for few in (max(sizes.values()), *counts):
         found = {axis: min(size, few) if axis in axes else size for axis, size in sizes.items()}
         if prod(size for axis, size in found.items() if axis in axes) <= MAX_RANKS:
             for divisor in _DIVISORS:

@@ -25,6 +25,7 @@ from shardmap_torch import (
     explain,
     lax,
     make_mesh,
+    ppermute,
     shard_map,
     shift,
     value_and_grad,
@@ -480,6 +481,26 @@ def test_a_large_program_is_tried_at_smaller_sizes(
     assert f"{ranks} ranks" in tried
     assert ("at smaller sizes" in tried) == (smaller is not None)
     assert smaller is None or smaller in tried
+
+
+def leaders(x: Tensor, w: Tensor) -> Tensor:
+    own = torch.where(axis_index("cp") % 4 == 0, w, 0)
+    return all_reduce((x @ w).sum(0) + own.sum(0), "cp", dst=I)
+
+
+def first_four(x: Tensor, w: Tensor) -> Tensor:
+    if axis_size("cp") > 1:
+        x = ppermute(x, "cp", perm=[(0, 1), (1, 2), (2, 3), (3, 0)])
+    return all_reduce((x @ w).sum(0), "cp", dst=I)
+
+
+@pytest.mark.parametrize("body", [leaders, first_four])
+def test_what_is_right_on_four_ranks_alone_is_refused_on_more(body: Callable[..., Any]) -> None:
+    """Of many ranks four are tried, and sixteen."""
+    f = mapped(body, mesh=make_mesh((128,), ("cp",), kind="abstract"))
+    with pytest.raises(ShardTypeError):
+        check_program(f, ShapeDtype((512, 4)), ShapeDtype((4, 4)))
+    assert check_program(mapped(body, mesh=make_mesh((4,), ("cp",), kind="abstract")), X[:4], W)
 
 
 def within(x: Tensor, other: Tensor) -> Tensor:
