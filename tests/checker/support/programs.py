@@ -462,7 +462,7 @@ def broken(rng: random.Random, program: Program, notes: Notes) -> Program | None
 
 
 def _forbidden(axis_type: AxisType, axis: str, place: int) -> list[Step]:
-    """Steps that no value of that type may take."""
+    """Steps that no value of that type may take: products of P as often as all curves."""
     if axis_type == Z:
         return []
     calls = [
@@ -481,6 +481,7 @@ def _forbidden(axis_type: AxisType, axis: str, place: int) -> list[Step]:
             Communication("reduce_scatter", (axis,)),
         ]
     curved = [Local(name, (place,)) for name in CURVED] if axis_type == Partial else []
+    curved += [Local("mul", (place, place))] * len(curved)
     return [*(Communicate(call, place) for call in calls), *curved]
 
 
