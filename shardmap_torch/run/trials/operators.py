@@ -5,6 +5,7 @@ pieces is so where each of its pieces was met. An operator that stands in no tab
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -470,15 +471,17 @@ def _of_extrema(arguments: Mapping[str, Any], out: Any, masks: Set[float]) -> Se
 def tied(arguments: Mapping[str, Any], out: Any, parts: int) -> Sequence[Condition]:
     """Returns for each dim where several of its parts have the extremum, one of them more often.
 
-    Then entries share its gradient in other parts if those of each part share it first.
+    Then entries share its gradient in other parts if those of each part share it first. Some axes
+    of the ranks may divide the dim, into a number of parts that divides `parts`.
     """
     x = arguments["self"]
     is_largest = x == _kept(arguments, out[0] if isinstance(out, tuple) else out)
     dims = arguments.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(x.ndim)
     found = []
-    for dim in [dim for dim in dims if x.shape[dim] > parts > 1]:
-        counts = torch.stack([part.sum(dim) for part in is_largest.tensor_split(parts, dim)])
+    several = [number for number in range(2, parts + 1) if parts % number == 0]
+    for dim, number in [pair for pair in product(dims, several) if x.shape[pair[0]] > pair[1]]:
+        counts = torch.stack([part.sum(dim) for part in is_largest.tensor_split(number, dim)])
         most, least = counts.amax(0), torch.where(counts > 0, counts, counts.amax(0)).amin(0)
         found.append((most > least, torch.ones_like(most, dtype=torch.bool)))
     return found
