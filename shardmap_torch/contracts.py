@@ -84,9 +84,9 @@ def _constructor(make: Any, error: type[ShardMapError], name: str) -> Callable[.
     @wraps(make)
     def construct(self: Any, /, *args: Any, **kwargs: Any) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame and frame.f_globals["__name__"] == "dataclasses":  # its `replace`
+        while frame and frame.f_globals.get("__name__") == "dataclasses":  # its `replace`
             frame = frame.f_back
-        if frame and frame.f_globals["__name__"].startswith(_PACKAGE):
+        if frame and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
             return make(self, *args, **kwargs)  # type: ignore[no-any-return]
         if name not in _GIVEN:
             raise error(f"{name} is what functions of {_PACKAGE} return; it is not made by hand.")
@@ -124,7 +124,8 @@ def _explaining(
             return function(*args, **kwargs)
         except Exception as raised:
             # A method may be called by a function of ours, whose arguments are to blame.
-            is_inner = "." in name and sys._getframe(1).f_globals["__name__"].startswith(_PACKAGE)
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            is_inner = "." in name and caller.startswith(_PACKAGE)
             text = None if is_inner else _explanation(function, name, args, kwargs, raised)
             if text is None:
                 raise

@@ -89,6 +89,7 @@ def test_results_are_not_made_by_hand_and_other_fields_are_compared_with_annotat
         with pytest.raises(ShardMapError, match="^" + re.escape(text)):
             call()
     assert replace(planning.H100, memory=1.0).memory == 1.0
+    exec("import shardmap_torch; shardmap_torch.ShapeDtype((2,))", {})  # by code of no module
 
 
 def test_a_call_that_takes_too_long_or_too_much_memory_is_told() -> None:
