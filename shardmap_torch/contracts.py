@@ -83,6 +83,8 @@ def _constructor(make: Any, error: type[ShardMapError], name: str) -> Callable[.
 
     @wraps(make)
     def construct(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # a program of this package: Dynamo has no frames
+            return make(self, *args, **kwargs)  # type: ignore[no-any-return]
         frame: FrameType | None = sys._getframe(1)
         while frame and frame.f_globals.get("__name__") == "dataclasses":  # its `replace`
             frame = frame.f_back
@@ -124,8 +126,8 @@ def _explaining(
             return function(*args, **kwargs)
         except Exception as raised:
             # A method may be called by a function of ours, whose arguments are to blame.
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            is_inner = "." in name and caller.startswith(_PACKAGE)
+            caller = sys._getframe(1).f_globals if "." in name else {}
+            is_inner = caller.get("__name__", "").startswith(_PACKAGE)
             text = None if is_inner else _explanation(function, name, args, kwargs, raised)
             if text is None:
                 raise
