@@ -329,7 +329,7 @@ def order(arguments: Mapping[str, Any], out: Any) -> Condition:
     places = out[1] if isinstance(out, tuple | list) else out
     size = x.numel() if dim is None or not x.ndim else x.shape[dim]
     if dim is not None and places.ndim == x.ndim > 0:
-        places = places.narrow(dim, 0, min(1, size))
+        places = places.narrow(dim, 0, min(1, places.shape[dim]))
     first = 2 * places < size
     return first, torch.full_like(first, size > 1)
 
