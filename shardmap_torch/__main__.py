@@ -100,12 +100,16 @@ def _add_best_mesh(commands: Any) -> None:
     add("--axes", required=True, metavar="dp,tp", help="names of the axes of the mesh")
     add("--hardware", required=True, metavar="H100|FILE.toml", help=_HARDWARE)
     add("--processes", type=int, default=1, help="how many estimate at a time")
+    add("--layers", type=int, help="the number of equal layers, which BUILD takes as layers=")
+    add("--choice", action="append", default=[], metavar="NAME=A,B", help=_CHOICE)
     add("--json", action="store_true", help="print JSON")
 
 
 _HARDWARE: Final = (
     "A100, B200, H100, H200, this_machine, or a TOML file with the fields of Hardware"
 )
+
+_CHOICE: Final = "values that BUILD takes as NAME=, each tried on every mesh; may be repeated"
 
 _SHAPES: Final = (
     "dtype and global shape of each argument, params.w=float32[8,8] or xs[0]=int64[4] inside of "
@@ -155,12 +159,30 @@ def _rank(options: argparse.Namespace, build: Callable[..., Any]) -> int:
     hardware, axes = _read_hardware(options.hardware), options.axes.split(",")
     try:
         found = best_mesh(
-            build, options.ranks, axes=axes, hardware=hardware, processes=options.processes
+            build,
+            options.ranks,
+            axes=axes,
+            hardware=hardware,
+            processes=options.processes,
+            choices=dict(map(_choice, options.choice)),
+            layers=options.layers,
         )
     except ShardMapError as error:
         raise UsageError(str(error)) from None
     print(json.dumps(found.to_json(), indent=2) if options.json else found)
     return ACCEPTED if found.candidates[0].seconds < float("inf") else REFUSED
+
+
+def _choice(text: str) -> tuple[str, list[Any]]:
+    name, _, values = text.partition("=")
+    return name, [_number_or_word(value) for value in values.split(",")]
+
+
+def _number_or_word(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _read_hardware(name: str) -> Hardware:

@@ -173,6 +173,10 @@ def test_meshes_are_ranked(called: Any, tmp_path: Path) -> None:
     code, text = called(asked, "--ranks", "5", mesh="")
     assert code == 1
     assert "do not match in_specs" in text
+    (tmp_path / "steps.py").write_text(MODULE + BUILD.replace("(mesh):", "(mesh, layers, mode):"))
+    code, text = called(asked, "--ranks=2", "--layers=1", "--choice=mode=fast,2", "--json", mesh="")
+    assert code == 0
+    assert {row["options"]["mode"] for row in json.loads(text)} == {"fast", 2}
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import product
 from math import inf
 from multiprocessing import get_context
 from typing import Any, TypeAlias
@@ -18,44 +18,50 @@ from shardmap_torch.planning.estimate import Estimate, estimate
 from shardmap_torch.planning.hardware import Hardware
 from shardmap_torch.report.units import show_bytes, show_seconds
 
-Build: TypeAlias = Callable[[Mesh], tuple[Callable[..., Any], Sequence[Any]]]
-"""Makes a step for a mesh: a mapped function, and its arguments or their shapes."""
+Build: TypeAlias = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
+"""Makes a step for a mesh and options: a mapped function, and its arguments or their shapes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One mesh.
+    """One mesh, with one choice of options.
 
     Attributes:
         mesh: abstract, of the ranks asked for.
         build: makes the step on it.
         hardware: on which it is estimated.
+        options: with which `build` is called.
         figures: those of `Estimate.to_json`; None where there is no such step.
         why: the reason, the first line of an error; empty where there is an estimate.
+        checked: whether this step itself was checked, and not one like it.
+        extended: whether the figures are carried on from those of fewer layers.
     """
 
     mesh: Mesh
     build: Build = field(repr=False)
     hardware: Hardware = field(repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
     figures: Mapping[str, Any] | None = None
     why: str = ""
+    checked: bool = False
+    extended: bool = False
 
     @lazy
     def estimate(self) -> Estimate | None:
         """The whole estimate, made anew: those of all candidates would be gigabytes."""
-        if self.figures is None:
-            return None
-        step, args = self.build(self.mesh)
+        return None if self.figures is None else self._estimate()
+
+    def _estimate(self) -> Estimate:
+        step, args = self.build(self.mesh, **self.options)
         return estimate(step, *args, hardware=self.hardware)
 
-    def refused(self) -> str:
-        """Checks the step; returns the first line of the error, empty where there is none."""
+    def alone(self) -> "Candidate":
+        """Checks and estimates the step itself, with all of its layers."""
         try:
-            step, args = self.build(self.mesh)
-            checked(step, args, {})
+            figures, why = self._estimate().to_json(), ""
         except ShardMapError as error:
-            return _first_line(error)
-        return ""
+            figures, why = None, _first_line(error)
+        return replace(self, figures=figures, why=why, checked=True, extended=False)
 
     @property
     def seconds(self) -> float:
@@ -66,13 +72,15 @@ class Candidate:
     def __str__(self) -> str:
         """Formats it as a row."""
         sizes = "x".join(map(str, self.mesh.axis_sizes))
+        chosen = ", ".join(f"{name}={value}" for name, value in self.options.items())
         found = self.figures
         if found is None:
-            return f"{sizes:>12}  {self.why}"
+            return f"{sizes:>12}  {'; '.join(filter(None, (chosen, self.why)))}"
         memory = show_bytes(found["peak_bytes"]) + ("" if found["fits"] else " (does not fit)")
         sent = ", ".join(f"{axes} {show_bytes(n)}" for axes, n in sorted(found["sent"].items()))
-        time, part = show_seconds(found["seconds"]), found["utilization"]
-        return f"{sizes:>12}  {time:>8}  {part:>4.0%}  {memory:>8}  {sent}"
+        time, part = "~" * self.extended + show_seconds(found["seconds"]), found["utilization"]
+        row = f"{sizes:>12}  {time:>8}  {part:>4.0%}  {memory:>8}  {sent}"
+        return "; ".join(filter(None, (row, chosen)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +100,8 @@ class Ranking:
     def to_json(self) -> list[dict[str, Any]]:
         """Returns each candidate as data that JSON can express, in order."""
         return [
-            {"mesh": dict(each.mesh.shape)}
+            {"mesh": dict(each.mesh.shape), "options": dict(each.options)}
+            | {"extended": each.extended}
             | ({"why": each.why} if each.figures is None else dict(each.figures))
             for each in self.candidates
         ]
@@ -124,6 +133,8 @@ def best_mesh(
     axes: Sequence[str],
     hardware: Hardware,
     processes: int = 1,
+    choices: Mapping[str, Sequence[Any]] | None = None,
+    layers: int | None = None,
 ) -> Ranking:
     """Ranks the meshes of `num_ranks` ranks by the estimated time of a step that fits.
 
@@ -133,6 +144,11 @@ def best_mesh(
     strictness checks each, and the best one is checked in any case. What cannot be built, such as
     heads that do not divide, is listed with its reason.
 
+    Equal layers cost the same each. With `layers`, steps of few layers are estimated, of twice and
+    of four times as many as the mesh needs, and the figures carried on to all layers, marked by
+    "~". The step that comes first is then checked and estimated with all of its layers, until one
+    of those is first.
+
     Args:
         build: makes the step for a mesh, with a batch of the same global size on each.
         num_ranks: the number of ranks.
@@ -140,6 +156,9 @@ def best_mesh(
         hardware: on which steps are estimated.
         processes: how many estimate at a time; they are forked from this one, which must not have
             used a GPU.
+        choices: values of keyword arguments of `build`, such as microbatches and what to recompute;
+            every combination is tried on every mesh.
+        layers: the number of equal layers; `build` takes it, and smaller ones, as `layers`.
 
     Raises:
         SpecError: wrong arguments; what `build` raises that is no error of this library.
@@ -167,17 +186,39 @@ def best_mesh(
         raise SpecError(f"best_mesh takes a number of ranks and axes, not {show(num_ranks)}.")
     if not isinstance(processes, int) or processes < 1:
         raise SpecError(f"best_mesh takes a positive number of processes, not {show(processes)}.")
-    search = _Search(build, names, hardware)
-    sizes = [*shapes(num_ranks, len(names))]
+    cases = [
+        (sizes, options)
+        for options in _combinations(choices or {}, layers)
+        for sizes in shapes(num_ranks, len(names))
+    ]
+    search = _Search(build, names, hardware, layers)
     if processes == 1:
-        found = [search.candidate(each) for each in sizes]
+        found = [search.candidate(*case) for case in cases]
     else:
-        found = _on_processes(search, sizes, processes)
+        found = _on_processes(search, cases, processes)
     found.sort(key=_order)
-    while found[0].seconds < inf and (error := found[0].refused()):
-        first = found.pop(0)
-        found.append(Candidate(first.mesh, build, hardware, why=error))
+    while found[0].seconds < inf and not found[0].checked:
+        found[0] = found[0].alone()
+        found.sort(key=_order)
     return Ranking(names, hardware, tuple(found))
+
+
+def _combinations(choices: Mapping[str, Sequence[Any]], layers: int | None) -> list[dict[str, Any]]:
+    """Returns every choice of the keyword arguments of `build`."""
+    if not (isinstance(choices, Mapping) and all(map(_is_choice, choices.items()))):
+        raise SpecError(
+            f"best_mesh takes choices as a dict of names and lists of values, not {show(choices)}."
+        )
+    if layers is not None:
+        if not isinstance(layers, int) or layers < 1 or "layers" in choices:
+            raise SpecError(f"best_mesh takes one number of layers, not {show(layers)}.")
+        choices = {**choices, "layers": (layers,)}
+    return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+
+
+def _is_choice(item: tuple[Any, Any]) -> bool:
+    name, values = item
+    return isinstance(name, str) and isinstance(values, list | tuple) and bool(values)
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:
@@ -194,72 +235,116 @@ class _Search:
         build: makes a step for a mesh.
         axes: names of the axes.
         hardware: on which steps are estimated.
-        checked: calls that were checked, by the axes that have several ranks.
+        layers: of the step; None where `build` takes no number.
+        known: the last call that was checked, by the axes that have several ranks and its layers.
         programs: what these did, up to sizes.
     """
 
     build: Build
     axes: tuple[str, ...]
     hardware: Hardware
-    checked: dict[tuple[bool, ...], Dry] = field(default_factory=dict)
+    layers: int | None
+    known: dict[Any, Dry] = field(default_factory=dict)
     programs: set[int] = field(default_factory=set)
 
-    def candidate(self, sizes: tuple[int, ...]) -> Candidate:
+    def candidate(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> Candidate:
         """Estimates a step."""
         mesh = make_mesh(sizes, self.axes, kind="abstract")
-        found = partial(Candidate, mesh, self.build, self.hardware)
+        found = Candidate(mesh, self.build, self.hardware, options)
         try:
-            step, args = self.build(mesh)
-            return found(Estimate(self._run(step, args, mesh), self.hardware).to_json())
+            return self._extended(found) or self._estimated(found)
         except ShardMapError as error:
-            return found(why=_first_line(error))
+            return replace(found, why=_first_line(error))
 
-    def _run(self, step: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -> DryRun:
-        """Runs a step after a check of it, or of one that does the same in other sizes."""
-        several = tuple(size > 1 for size in mesh.axis_sizes)
-        alike = checked(step, args, {}, self.checked.get(several))
-        if alike.resized:
-            with suppress(Departure):
-                run = run_dry(alike.call, self.hardware.counts, compares=True)
-                if run.program in self.programs:
-                    return run
-        dry = checked(step, args, {}) if alike.resized else alike
-        run = run_dry(dry.call, self.hardware.counts, compares=True)
-        self.checked[several] = dry
-        self.programs.add(run.program)
-        return run
+    def _extended(self, candidate: Candidate) -> Candidate | None:
+        """Carries the figures of few layers on; None where all are few."""
+        layers = self.layers or 0
+        for few in range(1, layers // 4):
+            if layers % few:  # stages of a pipeline have equally many, and divide them
+                continue
+            with suppress(ShardMapError):
+                two, four = (
+                    self._estimated(replace(candidate, options={**candidate.options, "layers": n}))
+                    for n in (2 * few, 4 * few)
+                )
+                figures = _carried_on(two.figures, four.figures, (layers - 2 * few) / (2 * few))
+                figures["fits"] = figures["peak_bytes"] <= self.hardware.memory
+                return replace(candidate, figures=figures, extended=True)
+        return None
+
+    def _estimated(self, candidate: Candidate) -> Candidate:
+        """Estimates a step after a check of it, or of one that does the same in other sizes."""
+        mesh, options = candidate.mesh, candidate.options
+        step, args = self.build(mesh, **options)
+        key = tuple(size > 1 for size in mesh.axis_sizes), options.get("layers")
+        dry = checked(step, args, {}, self.known.get(key))
+        run = self._repeated(dry) if dry.resized else None
+        if run is None:
+            dry = checked(step, args, {}) if dry.resized else dry
+            run = run_dry(dry.call, self.hardware.counts, compares=True)
+            self.known[key] = dry
+            self.programs.add(run.program)
+        figures = Estimate(run, self.hardware).to_json()
+        return replace(candidate, figures=figures, checked=not dry.resized)
+
+    def _repeated(self, dry: Dry) -> DryRun | None:
+        """Runs a step of other sizes; None where it does something else than what was checked."""
+        with suppress(Departure):
+            run = run_dry(dry.call, self.hardware.counts, compares=True)
+            if run.program in self.programs:
+                return run
+        return None
 
 
-def _on_processes(
-    search: _Search, sizes: Sequence[tuple[int, ...]], processes: int
-) -> list[Candidate]:
+def _carried_on(two: Any, four: Any, times: float) -> Any:
+    """Adds to figures of few layers so often what twice as many have more."""
+    if isinstance(two, Mapping):
+        if "utilization" in two:  # the part of a time
+            two, four = ({**x, "utilization": x["utilization"] * x["seconds"]} for x in (two, four))
+        names = [*two, *(name for name in four if name not in two)]
+        found = {name: _carried_on(two.get(name, 0), four.get(name, 0), times) for name in names}
+        if "utilization" in found:
+            found["utilization"] /= found["seconds"]
+        return found
+    found = two + times * (four - two)
+    return round(found) if isinstance(two, int) and isinstance(four, int) else found
+
+
+_Case: TypeAlias = tuple[tuple[int, ...], Mapping[str, Any]]
+
+
+def _on_processes(search: _Search, cases: Sequence[_Case], processes: int) -> list[Candidate]:
     """Estimates steps on forked processes, which have `build` without that it is sent."""
     fork = get_context("fork")
-    with ProcessPoolExecutor(processes, fork, _begin, (search,)) as pool:
-        results = pool.map(_figures_of, sizes)
-        found = zip(sizes, results, strict=True)
+    with ProcessPoolExecutor(processes, fork, _begin, (search, cases)) as pool:
+        # In pieces, for each process checks what its own cases need.
+        piece = -(-len(cases) // (4 * processes))
+        results = pool.map(_found_by_process, range(len(cases)), chunksize=piece)
+        found = zip(cases, results, strict=True)
         return [
             Candidate(
-                make_mesh(each, search.axes, kind="abstract"),
+                make_mesh(sizes, search.axes, kind="abstract"),
                 search.build,
                 search.hardware,
+                options,
                 *result,
             )
-            for each, result in found
+            for (sizes, options), result in found
         ]
 
 
-_SEARCH: list[_Search] = []
-"""That of a forked process."""
+_OF_PROCESS: list[tuple[_Search, Sequence[_Case]]] = []
+"""The search of a forked process, and its cases."""
 
 
-def _begin(search: _Search) -> None:
-    _SEARCH.append(search)
+def _begin(search: _Search, cases: Sequence[_Case]) -> None:
+    _OF_PROCESS.append((search, cases))
 
 
-def _figures_of(sizes: tuple[int, ...]) -> tuple[Mapping[str, Any] | None, str]:
-    found = _SEARCH[0].candidate(sizes)
-    return found.figures, found.why
+def _found_by_process(number: int) -> tuple[Mapping[str, Any] | None, str, bool, bool]:
+    search, cases = _OF_PROCESS[0]
+    found = search.candidate(*cases[number])
+    return found.figures, found.why, found.checked, found.extended
 
 
 def _first_line(error: ShardMapError) -> str:

@@ -1,13 +1,15 @@
 """The meshes of a number of ranks are ranked by time; those that cannot be are listed with why."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from optree import tree_flatten
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from shardmap_torch import I, Mesh, P, ShapeDtype, SpecError, all_reduce, axis_index, shard_map
+from shardmap_torch import I, Mesh, P, ShapeDtype, SpecError, all_reduce, axis_index, nn, shard_map
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.planning import H100, Hardware, best_mesh, estimate
 from shardmap_torch.planning.meshes import Build
@@ -102,6 +104,64 @@ def test_a_step_that_is_wrong_on_some_meshes_has_no_estimate_there(body: Any) ->
 
     ranking = best_mesh(build, 16, axes=AXES, hardware=H100)
     assert [each.mesh.axis_sizes for each in ranking.candidates if each.why] == [(4, 4)]
+
+
+def deep(mesh: Mesh, layers: int, recompute: bool, wrong: int = 0) -> Any:
+    """Makes a step of equal layers, of which each rank of "pp" has as many."""
+
+    def layer(x: Tensor, w: tuple[Tensor, Tensor]) -> Tensor:
+        return x + nn.row_linear(nn.column_linear(x, w[0], "tp").relu(), w[1], "tp")
+
+    def loss(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        for w in zip(up, down, strict=True):
+            x = checkpoint(layer, x, w) if recompute else layer(x, w)
+        total = x.float().square().sum()
+        return total if layers == wrong else all_reduce(total, "pp", dst=I)
+
+    specs = P(replicate="pp"), P("pp", None, "tp"), P("pp", "tp")
+    step = shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+    shapes = (2**14, 256), (layers, 256, 1024), (layers, 1024, 256)
+    return step, tuple(ShapeDtype(shape, torch.bfloat16, requires_grad=True) for shape in shapes)
+
+
+DEEP: Any = {"axes": ("pp", "tp"), "hardware": H100, "layers": 16}
+CHOICES = {"recompute": (True, False)}
+
+
+def test_figures_of_few_layers_are_carried_on_to_all_of_them() -> None:
+    ranking = best_mesh(deep, 4, **DEEP, choices=CHOICES)
+    found = {(c.mesh.axis_sizes, c.options["recompute"]): c for c in ranking.candidates}
+    assert found.keys() == {*product([(1, 4), (2, 2), (4, 1)], (True, False))}
+    assert [c.extended for c in ranking.candidates] == [False] + 5 * [True]
+    for (_, recompute), candidate in found.items():
+        step, args = deep(candidate.mesh, 16, recompute)
+        alone: Any = estimate(step, *args, hardware=H100).to_json()
+        carried: Any = candidate.figures
+        assert tree_flatten(carried)[0] == pytest.approx(tree_flatten(alone)[0])
+    again = best_mesh(deep, 4, **DEEP, choices=CHOICES, processes=2)
+    assert again.to_json() == ranking.to_json()
+    assert str(ranking).splitlines()[2].endswith("; recompute=False, layers=16")
+    assert [line[14:].lstrip()[0] for line in str(ranking).splitlines()[3:]] == 5 * ["~"]
+
+
+def test_the_best_step_is_checked_with_all_of_its_layers() -> None:
+    ranking = best_mesh(deep, 4, **DEEP, choices={"recompute": (False,), "wrong": (16,)})
+    assert [c.figures for c in ranking.candidates] == 3 * [None]
+    assert {c.why for c in ranking.candidates} == {"loss: the result does not match out_specs:"}
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"choices": {"recompute": True}}, "takes choices as a dict of names and lists of values"),
+        ({"choices": {"recompute": ()}}, "takes choices as a dict of names and lists of values"),
+        ({"layers": 0}, "takes one number of layers, not 0."),
+        ({"layers": 2, "choices": {"layers": [1]}}, "takes one number of layers, not 2."),
+    ],
+)
+def test_choices_are_lists_and_layers_a_number(given: Any, why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        best_mesh(build, 2, axes=("dp", "tp"), hardware=H100, **given)
 
 
 def test_what_does_not_divide_is_listed_with_its_reason() -> None:
