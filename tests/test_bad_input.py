@@ -185,6 +185,7 @@ def test_a_dtype_that_torch_cannot_add_is_an_error_and_no_hang(dtype: torch.dtyp
 
 X = torch.ones(2, 2)
 SGD = optim.sgd(0.1, momentum=0.9)
+one_device, schedule = testing.assert_equals_one_device, nn.one_forward_one_backward_schedule
 GROUP: Any = ops.axis_group(GRID, "a")
 EXPLAINED_PROGRAM = explain(shard_map(double, mesh=GRID, in_specs=P(), out_specs=P()), X)
 WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
@@ -194,16 +195,15 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (parallel.load_safetensors, (torch.nn.Linear(1, 1), "a\0b"), {}, "is no file 'a\\x00b'."),
     (testing.assert_bytes, (double, 3, {}), {}, "takes a sequence of arguments, not 3."),
     (parallel.PackedColwiseParallel, (), {"x": 1}, "got an unexpected keyword argument 'x'."),
-    (testing.assert_equals_one_device, (double, double, X), {"gradients": "x"}, "is no bool."),
-    (
-        testing.assert_equals_one_device,
-        (double, double, X),
-        {"seed": 1 << 200},
-        "unpacking long long",
-    ),
+    (one_device, (double, double, X), {"gradients": "x"}, "is no bool."),
+    (one_device, (double, double, X), {"seed": 1 << 200}, "unpacking long long"),
+    (GRID.make_group, (("a",), "x", None, 0), {}, "A simulated mesh has no process groups."),
+    (GRID.resized, ((1024, 2048),), {}, "A mesh has up to 1,048,576 ranks, not (1024, 2048)."),
+    (nn.gpipe_schedule, (10**9, 2), {}, "not 1000000000 ranks * 2000000002 ticks."),
+    (schedule, (2, 10**18), {}, "1,048,576 places, not 2 ranks * 1000000000000000002 ticks."),
     (GRID.num_ranks, (b"a",), {}, "Mesh.num_ranks: axes=b'a' is no Sequence[str]."),
     (GRID.num_ranks, (range(10**12),), {}, "is no Sequence[str]."),
-    (testing.assert_equals_one_device, (double, 3, X), {}, "'int' object is not callable."),
+    (one_device, (double, 3, X), {}, "'int' object is not callable."),
     (nn.moe, (X, X.sum(), X, "a"), {"expert": double}, "a scalar, which contracts no features."),
     (lax.dynamic_slice_in_dim, ("x", 0, 1), {}, "not str ('x')."),
     (lax.dynamic_slice_in_dim, (X, 0.5, 1), {}, "a slice starts at one integer, not at 0.5."),

@@ -165,9 +165,8 @@ class _State:
             crossing.close()
 
 
-_MOST: Final = 2**62
-_MOST_SIMULATED: Final = 2**31
-"""Maximal numbers of ranks along an axis: one number each has to fit in memory where it is run."""
+MAX_RANKS: Final = 2**20
+"""Maximal number of ranks: code of Python counts them, and one number each has to fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -224,12 +223,8 @@ class Mesh(Grid):
                 f"A Mesh has a tuple of names and one of as many sizes, not {show(given[0])} and "
                 f"{show(given[1])}; make one with make_mesh."
             )
-        most = _MOST_SIMULATED if self.kind == "simulated" else _MOST
-        wrong = [size for size in self.axis_sizes if type(size) is bool or size > most]
-        if wrong:
-            raise MeshError(
-                f"A {self.kind} mesh has up to {most:,} ranks an axis, not {wrong[0]!r}."
-            )
+        if bool in map(type, self.axis_sizes) or self.size > MAX_RANKS:
+            raise MeshError(f"A mesh has up to {MAX_RANKS:,} ranks, not {show(self.axis_sizes)}.")
         sizes.update(zip(self.axis_names, self.axis_sizes, strict=True))
         sizes.update({name: prod(sizes[axis] for axis in axes) for name, axes in self.aliases})
 
@@ -312,6 +307,8 @@ class Mesh(Grid):
         self, axes: tuple[str, ...], purpose: str, limit: timedelta | None, rank: int
     ) -> dist.ProcessGroup:
         """Makes the group of a rank of this process along `axes`."""
+        if self.kind not in PROCESS_KINDS and self.device_mesh is None:
+            raise MeshError(f"A {self.kind} mesh has no process groups.")
         state, members = self._state, self.processes_of(self.peers(axes, self.coordinates(rank)))
         name = f"shardmap {state.name}.{state.epoch} {purpose} {'&'.join(axes)} {members[0]}"
         is_cpu = self.device is not None and self.device.type == "cpu"

@@ -6,6 +6,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from shardmap_torch.errors import LayerError
+from shardmap_torch.mesh import MAX_RANKS
 from shardmap_torch.ops import axis_size, convert
 from shardmap_torch.ops.arguments import Axis, finest, shown
 from shardmap_torch.types import AxisType, I, R, TypeLike, V, as_type
@@ -86,7 +87,7 @@ def check_shards(name: str, what: str, size: int, axis: Axis) -> int:
     count = axis_size(axis)
     if size % count:
         axes = shown(finest(axes_of(axis)))
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        divisors = [n for n in range(1, min(size, MAX_RANKS) + 1) if size % n == 0]
         raise LayerError(
             f"{name}: {size} {what} do not divide over the {count} ranks of {axes} "
             f"({size} = {size // count}*{count} + {size % count}). Use a number of ranks that "

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardmap_torch.autodiff.gradients import vjp
 from shardmap_torch.core.tree import flatten, map_leaves, unflatten
 from shardmap_torch.errors import LayerError, show
+from shardmap_torch.mesh import MAX_RANKS
 from shardmap_torch.nn.region import PerRank, Types
 from shardmap_torch.ops import all_reduce, axis_index, axis_size, shift
 from shardmap_torch.spec import P
@@ -72,8 +73,12 @@ def _schedule(num_ranks: int, num_microbatches: int, delay: int) -> Schedule:
         numbers = [first + step * rank for rank in range(num_ranks)]
         return tuple([m if 0 <= m < num_microbatches else None for m in numbers])
 
-    ticks = range(num_microbatches + delay)
-    return tuple([Tick(row(tick, -1), row(tick - delay, 1)) for tick in ticks])
+    ticks = num_microbatches + delay
+    if not 0 < num_ranks * ticks <= MAX_RANKS:
+        raise LayerError(
+            f"A schedule has up to {MAX_RANKS:,} places, not {num_ranks} ranks * {ticks} ticks."
+        )
+    return tuple([Tick(row(tick, -1), row(tick - delay, 1)) for tick in range(ticks)])
 
 
 SCHEDULES: Final = (one_forward_one_backward_schedule, gpipe_schedule)
@@ -195,13 +200,13 @@ def pipeline_region(
     """
 
     def pipeline_of_own_layers(x: Tensor, targets: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-        count = axis_size(axis)
-        ticks = schedule(count, x.shape[0])
+        ticks = schedule(axis_size(axis), x.shape[0])
         params, head = unflatten(structure, leaves)
         run = _Run(stage, loss, params, head, x, targets, axis, ticks)
         for tick in ticks:
-            run.go_forward(tick.forward)
-            run.go_back(tick.backward)
+            for row, go in ((tick.forward, run.go_forward), (tick.backward, run.go_back)):
+                if any(m is not None for m in row):
+                    go(*run.own(row))
         value, d_x, d_head = all_reduce((run.value, run.d_x, run.d_head), axis, dst=I)
         return (value, d_x, *flatten(run.grads)[0], *flatten(d_head)[0])
 
@@ -248,11 +253,8 @@ class _Run:
         self._head = map_leaves(lambda p: p.where(self._rank >= 0, p), head)
         self.d_head = map_leaves(torch.zeros_like, self._head)
 
-    def go_forward(self, row: Row) -> None:
+    def go_forward(self, m: Tensor, works: Tensor) -> None:
         """Applies the stage to a microbatch, saves its input and sends the result onward."""
-        if all(m is None for m in row):
-            return
-        m, works = self._own(row)
         x = self._x.index_select(0, m).squeeze(0).where(self._is_first, self._received)
         self._saved = x.where(self._place(m % self._room, self._room, works), self._saved)
         y, *_ = self._apply(self._params, x)
@@ -263,11 +265,8 @@ class _Run:
             )
         self._received = shift(y, self._axis, 1, wrap=False)
 
-    def go_back(self, row: Row) -> None:
+    def go_back(self, m: Tensor, works: Tensor) -> None:
         """Pulls a cotangent back through the stage, adds gradients and sends it backward."""
-        if all(m is None for m in row):
-            return
-        m, works = self._own(row)
         x = self._saved.index_select(0, m % self._room).squeeze(0)
         (y, *further), pull = vjp(self._apply, self._params, x)
         target = self._targets.index_select(0, m).squeeze(0)
@@ -289,7 +288,7 @@ class _Run:
         out = self._stage(params, x)
         return out if isinstance(out, tuple) else (out,)
 
-    def _own(self, row: Row) -> tuple[Tensor, Tensor]:
+    def own(self, row: Row) -> tuple[Tensor, Tensor]:
         """Returns this rank's microbatch, and whether it has one."""
         known = torch.tensor([-1 if m is None else m for m in row], device=self._x.device)
         m = known.index_select(0, self._rank.reshape(1))

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from shardmap_torch.checker.guards.monitor import Departure
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.errors import ShardMapError, SpecError, show
-from shardmap_torch.mesh import Mesh, make_mesh
+from shardmap_torch.mesh import MAX_RANKS, Mesh, make_mesh
 from shardmap_torch.planning.dry_run import Dry, DryRun, checked, run_dry
 from shardmap_torch.planning.estimate import Estimate, estimate
 from shardmap_torch.planning.hardware import Hardware
@@ -182,8 +182,8 @@ def best_mesh(
         'loss: the arguments do not match in_specs on the abstract mesh (dp=1, tp=4):'
     """
     names = tuple(axes)
-    if not (isinstance(num_ranks, int) and num_ranks > 0 and names):
-        raise SpecError(f"best_mesh takes a number of ranks and axes, not {show(num_ranks)}.")
+    if not (isinstance(num_ranks, int) and 0 < num_ranks <= MAX_RANKS and names):
+        raise SpecError(f"best_mesh takes 1 to {MAX_RANKS:,} ranks, not {show(num_ranks)}.")
     if not isinstance(processes, int) or processes < 1:
         raise SpecError(f"best_mesh takes a positive number of processes, not {show(processes)}.")
     cases = [
@@ -316,7 +316,7 @@ _Case: TypeAlias = tuple[tuple[int, ...], Mapping[str, Any]]
 def _on_processes(search: _Search, cases: Sequence[_Case], processes: int) -> list[Candidate]:
     """Estimates steps on forked processes, which have `build` without that it is sent."""
     fork = get_context("fork")
-    with ProcessPoolExecutor(processes, fork, _begin, (search, cases)) as pool:
+    with ProcessPoolExecutor(min(processes, len(cases)), fork, _begin, (search, cases)) as pool:
         # In pieces, for each process checks what its own cases need.
         piece = -(-len(cases) // (4 * processes))
         results = pool.map(_found_by_process, range(len(cases)), chunksize=piece)

@@ -37,7 +37,7 @@ from shardmap_torch.run.drawing import CallSeed, Drawing
 from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
 
-_MOST_THREADS: Final = 2_048
+MAX_THREADS: Final = 2_048
 """Maximal number of ranks that run as threads of one process."""
 
 
@@ -47,9 +47,9 @@ def run(call: Call) -> Tree:
     Raises:
         MeshError: there are too many for threads.
     """
-    if call.mesh.size > _MOST_THREADS:
+    if call.mesh.size > MAX_THREADS:
         raise MeshError(
-            f"{call.name} runs as one thread a rank, of which there may be {_MOST_THREADS:,}, on "
+            f"{call.name} runs as one thread a rank, of which there may be {MAX_THREADS:,}, on "
             f"the {call.mesh}. Check it on an abstract mesh, or simulate fewer ranks."
         )
     tensors = [call.leaves[i] for i in call.crossing]

@@ -10,6 +10,7 @@ from shardmap_torch.contracts import export
 from shardmap_torch.core.torch_private.engine import OpOverload, OpOverloadPacket
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardTypeError, SpecError, show
+from shardmap_torch.run.threads import MAX_THREADS
 from shardmap_torch.validate.numbers import Validation
 from shardmap_torch.validate.regions import try_region
 from shardmap_torch.validate.typings import Operation, try_types, try_values
@@ -76,10 +77,9 @@ def validate_rule(
           (x: Partial): result is Partial: the sum is not the operation on the sums; ...
     """
     counts = (num_ranks,) if isinstance(num_ranks, int) else tuple(num_ranks)
-    if not counts or min(counts) < 2:
+    if not counts or not 2 <= min(counts) <= max(counts) <= MAX_THREADS:
         raise SpecError(
-            "validate_rule: num_ranks is 2 or more, or several such numbers, not "
-            f"{show(num_ranks)}."
+            f"validate_rule: num_ranks is 2 to {MAX_THREADS:,}, or several, not {show(num_ranks)}."
         )
     name = _name_of(target)
     if not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in flatten((args, kwargs))[0]):

@@ -137,9 +137,10 @@ def test_shapes_that_do_not_match_are_refused(shapes: list[tuple[int, ...]], tex
     ("num_heads", "text"),
     [
         (
-            9,
-            "own_kv_heads: 9 query heads do not divide over the 2 ranks of 'tp' (9 = 4*2 + 1). "
-            "Use a number of ranks that divides 9: one of [1, 3, 9].",
+            2**61 - 1,
+            "own_kv_heads: 2305843009213693951 query heads do not divide over the 2 ranks of 'tp' "
+            "(2305843009213693951 = 1152921504606846975*2 + 1). Use a number of ranks that divides "
+            "2305843009213693951: one of [1].",
         ),
         (
             8,
@@ -148,9 +149,7 @@ def test_shapes_that_do_not_match_are_refused(shapes: list[tuple[int, ...]], tex
         ),
     ],
 )
-def test_heads_that_do_not_divide_are_refused_with_the_numbers_that_do(
-    num_heads: int, text: str
-) -> None:
+def test_heads_that_do_not_divide_are_refused_with_what_does(num_heads: int, text: str) -> None:
     mesh = make_mesh((2,), ("tp",), kind="simulated")
     f = shard_map(
         lambda kv: own_kv_heads(kv, "tp", num_heads), mesh=mesh, in_specs=P(), out_specs=P("tp")

@@ -182,9 +182,10 @@ def test_what_does_not_fit_comes_after_what_does() -> None:
 
 
 def test_a_number_of_ranks_is_positive() -> None:
-    with pytest.raises(SpecError) as error:
-        best_mesh(build, 0, axes=("dp",), hardware=H100)
-    assert str(error.value) == "best_mesh takes a number of ranks and axes, not 0."
+    for wrong in (0, 10**18):
+        with pytest.raises(SpecError) as error:
+            best_mesh(build, wrong, axes=("dp",), hardware=H100)
+        assert str(error.value) == f"best_mesh takes 1 to 1,048,576 ranks, not {wrong}."
     with pytest.raises(SpecError) as error:
         best_mesh(build, 2, axes=("dp",), hardware=H100, processes=0)
     assert str(error.value) == "best_mesh takes a positive number of processes, not 0."

@@ -256,10 +256,10 @@ def test_function_without_a_tensor_result_is_an_error() -> None:
     assert message(lambda x: 3, X) == "validate_rule: <lambda> returns no tensor."
 
 
-@pytest.mark.parametrize("num_ranks", [1, (), (2, 1)])
-def test_fewer_than_two_ranks_are_an_error(num_ranks: int | tuple[int, ...]) -> None:
+@pytest.mark.parametrize("num_ranks", [1, (), (2, 1), 2_049, 10**18])
+def test_too_few_and_too_many_ranks_are_an_error(num_ranks: int | tuple[int, ...]) -> None:
     assert message(test.rectify.default, X, num_ranks=num_ranks) == (
-        f"validate_rule: num_ranks is 2 or more, or several such numbers, not {num_ranks!r}."
+        f"validate_rule: num_ranks is 2 to 2,048, or several, not {num_ranks!r}."
     )
 
 
