@@ -66,10 +66,10 @@ def all_gather_matmul(
     """`all_gather(x, axis, dim=dim, dst=R) @ w + bias`, multiplying chunks as they arrive.
 
     Shape: x [..., k] with `dim` of size d, w [k, m, ...] gives [..., m, ...] with n*d there;
-    with `dim` last, w is [n*k, m, ...]. Types: as its unfused composition: x is
-    S(dim) or V. Backward, overlapped too: dx is reduce-scattered while it is produced and
-    while dw is computed. Sends (n-1) * x.nbytes per rank forward and as much backward, and again as
-    much backward with `save_gathered=False`.
+    with `dim` last, w is [n*k, m, ...]. Types: as its unfused composition: x is S(dim) or V.
+    Backward, overlapped too: dx is reduce-scattered while it is produced and while dw is computed.
+    Sends (n-1) * x.nbytes per rank forward and as much backward, and again as much backward with
+    `save_gathered=False`, where it overlaps: the composition always saves the gathered x.
 
     Args:
         x: this rank's shard.

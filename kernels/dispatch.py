@@ -20,13 +20,7 @@ from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import KernelError, show
 from shardmap_torch.kernels.autograd import KernelCall, Unfused, block_rows
-from shardmap_torch.kernels.endpoint import (
-    Situation,
-    endpoint_of,
-    is_modelled,
-    obstacle,
-    place_of,
-)
+from shardmap_torch.kernels.endpoint import Situation, endpoint_of, is_modelled, obstacle, place_of
 from shardmap_torch.kernels.planner import (
     Options,
     Overlap,

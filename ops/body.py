@@ -57,7 +57,7 @@ def axis_index(axis: Axis) -> Tensor:
 
 
 def axis_size(axis: Axis) -> int:
-    """Returns the number of ranks along `axis`, or along several together, as a Python int.
+    """Returns the number of ranks along `axis`, or several together, an int; sends nothing.
 
     Raises:
         CollectiveError: outside a body, or unknown axis.

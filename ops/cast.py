@@ -64,8 +64,8 @@ def convert(
         grad_comm_dtype: dtype in which the cotangents are sent and are added, if any are: from I.
 
     Raises:
-        CollectiveError: outside a body, unknown axis, no such conversion, a size that does not
-            divide.
+        CollectiveError: outside a body, unknown axis, no such conversion, indivisible sizes.
+        ShardTypeError: in a checked body, for `x` of another type than `src`.
 
     Source: meta-pytorch/spmd_types `convert`; `jax.lax.pcast`.
 
@@ -167,6 +167,7 @@ def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
 
     Raises:
         CollectiveError: outside a body, unknown axis, or no such reinterpretation.
+        ShardTypeError: in a checked body, for `x` of another type than `src`.
 
     Source: meta-pytorch/spmd_types `reinterpret`.
 
@@ -203,7 +204,8 @@ def redistribute(
 
     Shards are named with their dim, S(i), since V alone does not say how they are joined: S(i) to
     S(j) is an all-to-all, S(i) to R or I an all-gather, Partial to R or I an all-reduce, Partial to
-    S(i) a reduce-scatter, and all others are `convert`.
+    S(i) a reduce-scatter, and all others are `convert`. Shape, backward and what it sends are those
+    of that collective.
 
     Args:
         x: a tensor or a pytree of tensors.
@@ -216,6 +218,7 @@ def redistribute(
 
     Raises:
         CollectiveError: outside a body, unknown axis, or no path from src to dst.
+        ShardTypeError: in a checked body, for `x` of another type than `src`.
 
     Source: `torch.distributed.tensor.DTensor.redistribute`; meta-pytorch/spmd_types.
 

@@ -57,12 +57,12 @@ def all_gather(
         tiled: whether to concatenate along an existing dim; otherwise stacks along a new one.
         sizes: unpadded length of each rank's shard, if they differ.
         comm_dtype: dtype in which the values are sent.
-        grad_comm_dtype: dtype in which the cotangents are sent and are added; needed beside a
-            `comm_dtype` that rounds, where a gradient flows and the backward adds.
+        grad_comm_dtype: that of the cotangents; needed if `comm_dtype` rounds and backward adds.
         out_dtype: dtype of the result.
 
     Raises:
         CollectiveError: outside a body, unknown axis, or dims and sizes that do not match.
+        ShardTypeError: in a checked body, for `x` of another type.
 
     Source: `torch.distributed.all_gather_into_tensor`, `jax.lax.all_gather`.
 
@@ -189,6 +189,7 @@ def all_to_all(
 
     Raises:
         CollectiveError: outside a body, unknown axis, or dims and sizes that do not match.
+        ShardTypeError: in a checked body, for `x` of another type.
 
     Source: `torch.distributed.all_to_all_single`, `jax.lax.all_to_all`.
 
@@ -267,6 +268,7 @@ def broadcast(
 
     Raises:
         CollectiveError: outside a body, unknown axis, or no such rank.
+        ShardTypeError: in a checked body, for `x` of another type.
 
     Source: `torch.distributed.broadcast`, `jax.lax.pbroadcast`.
 

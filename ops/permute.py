@@ -45,6 +45,7 @@ def ppermute(
     Raises:
         CollectiveError: outside a body, unknown axis, no such rank, or a rank that is the source
             or the target of two pairs.
+        ShardTypeError: in a checked body, for `x` of another type.
 
     Source: `jax.lax.ppermute`.
 
@@ -88,6 +89,7 @@ def shift(
 
     Raises:
         CollectiveError: outside a body, or unknown axis.
+        ShardTypeError: in a checked body, for `x` of another type.
 
     Source: `jax.lax.pshuffle`; `numpy.roll` over the ranks.
 

@@ -57,6 +57,7 @@ def ragged_all_to_all(
     Raises:
         CollectiveError: outside a body, unknown axis, sizes that are no n integers; on all ranks,
             if a rank sends more rows than it has or one would receive more than `length`.
+        ShardTypeError: in a checked body, for `x` of another type.
         TransformError: in a batched body (`simulate="vmap"`), under `torch.vmap` or torch.compile.
 
     Source: `jax.lax.ragged_all_to_all`; `torch.distributed.all_to_all_single` with split sizes.

@@ -51,7 +51,8 @@ def all_reduce(
     Shape: unchanged; any. Types: Partial (or V) becomes `dst`, R or I; for max and min V does.
     Backward: `dst=R` all-reduces the cotangents; `dst=I` passes them on without communication,
     since they are equal already. Max and min give the cotangent to the ranks that hold the
-    extremum, in equal parts. Sends 2(n-1)/n * x.nbytes per rank on a ring of n ranks.
+    extremum, in equal parts, and all-reduce their number. Sends 2(n-1)/n * x.nbytes per rank on a
+    ring of n ranks, in each of these all-reduces.
 
     Args:
         x: a tensor or a pytree of tensors. Booleans are summed as int64, as `Tensor.sum` does.
@@ -60,12 +61,12 @@ def all_reduce(
         src: Partial or V, for the reader; both are accepted.
         op: "sum", "mean", "max" or "min".
         comm_dtype: dtype in which the values are sent and are added.
-        grad_comm_dtype: the same for the backward; needed beside a `comm_dtype` that rounds, where
-            a gradient flows and the backward adds as well.
+        grad_comm_dtype: that of the cotangents; needed if `comm_dtype` rounds and backward adds.
         out_dtype: dtype of the result, which is not rounded to that of x first.
 
     Raises:
         CollectiveError: outside a body, unknown axis, or arguments that cannot work.
+        ShardTypeError: in a checked body, for `x` of another type.
 
     Source: `torch.distributed.all_reduce`, `jax.lax.psum`; types from meta-pytorch/spmd_types;
     cost from Patarasuk and Yuan 2009.
@@ -155,12 +156,12 @@ def reduce_scatter(
         tiled: whether the dimension stays.
         sizes: true length of each rank's shard, where they differ.
         comm_dtype: dtype in which the values are sent and are added.
-        grad_comm_dtype: the same for the backward; needed beside a `comm_dtype` that rounds, where
-            a gradient flows and the backward adds as well.
+        grad_comm_dtype: that of the cotangents; needed if `comm_dtype` rounds and backward adds.
         out_dtype: dtype of the result, which is not rounded to that of x first.
 
     Raises:
         CollectiveError: outside a body, unknown axis, sizes that do not divide.
+        ShardTypeError: in a checked body, for `x` of another type.
 
     Source: `torch.distributed.reduce_scatter_tensor`, `jax.lax.psum_scatter`.
 

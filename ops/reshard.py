@@ -85,6 +85,7 @@ def reshard(
     Raises:
         CollectiveError: outside a body, or an axis that is not bound.
         SpecError: the value cannot be sharded by `dst`.
+        ShardTypeError: in a checked body, for `x` of other types than those of `src`.
 
     Source: `jax.sharding.reshard`; `torch.distributed.tensor.DTensor.redistribute`.
 

@@ -113,7 +113,7 @@ def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
 
 
 def full(tree: X) -> X:
-    """Gathers DTensors to plain global tensors on every rank; leaves other values alone.
+    """Gathers the DTensors of `tree` to plain global tensors on every rank; leaves others alone.
 
     Sends (n-1) times the local bytes per rank for a value sharded over n ranks.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmap_torch import CollectiveError, P, lax, make_mesh, shard_map
+from shardmap_torch import CollectiveError, P, ShardTypeError, lax, make_mesh, shard_map
 from shardmap_torch.mesh import Mesh
 from tests.support.pool import Gloo
 
@@ -213,10 +213,7 @@ def test_pbroadcast_is_the_psum_of_the_masked_value(strategy: Strategy) -> None:
 
 
 ERRORS: list[tuple[str, str]] = [
-    (
-        "lax.psum(x, 'j')",
-        "psum: no axis 'j' in the simulated mesh (i=4).",
-    ),
+    ("lax.psum(x, 'j')", "psum: no axis 'j' in the simulated mesh (i=4)."),
     (
         "lax.psum(x, 'i', src='equal')",
         "psum: src='equal' is none of invarying, reduced, varying, unreduced.",
@@ -237,7 +234,8 @@ ERRORS: list[tuple[str, str]] = [
     ),
     (
         "lax.psum_scatter(x, 'i')",
-        "reduce_scatter: dim has size 3, not 4, the number of ranks of 'i', as tiled=False needs.",
+        "psum_scatter: scatter_dimension has size 3, not 4, the number of ranks of 'i', as "
+        "tiled=False needs.",
     ),
     (
         "lax.all_to_all(x, 'i', 0, 0)",
@@ -261,10 +259,7 @@ ERRORS: list[tuple[str, str]] = [
         "pcast does not go from varying to reduced; it goes invarying -> varying, invarying -> "
         "reduced, reduced -> varying, varying -> unreduced.",
     ),
-    (
-        "lax.psum('x', 'i')",
-        "psum takes tensors, or pytrees of them, not str ('x').",
-    ),
+    ("lax.psum('x', 'i')", "psum takes tensors, or pytrees of them, not str ('x')."),
 ]
 
 
@@ -273,3 +268,9 @@ def test_misuse_is_told_in_full(expression: str, text: str) -> None:
     with pytest.raises(CollectiveError) as error:
         per_rank(lambda x: evaluate(expression, x), torch.zeros(4, 3), "vmap")
     assert str(error.value) == text
+
+
+@pytest.mark.parametrize("name", ["psum", "pmax"])
+def test_a_type_that_src_claims_is_compared_with_the_one_found(name: str) -> None:
+    with pytest.raises(ShardTypeError, match="convert from I over 'i', but the value is V"):
+        per_rank(lambda x: getattr(lax, name)(x, "i", src="invarying"), torch.zeros(4, 3), "vmap")

@@ -11,7 +11,7 @@ import shardmap_torch
 REPO = Path(__file__).parent.parent
 DOCS = REPO / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-ENTRY = re.compile(r"^\.\. (?:auto|py:)\w+:: shardmap_torch\.([\w.]+)", re.MULTILINE)
+ENTRY = re.compile(r"^\.\. (?:auto(?!module)|py:)\w+:: shardmap_torch\.([\w.]+)", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
 MODULES = ["nn", "optim", "lax", "planning", "random", "saving", "kernels", "testing", "parallel"]
 

@@ -5,12 +5,6 @@ from shardmap_torch.automatic.recording import Redistribution, Redistributions, 
 from shardmap_torch.contracts import export
 from shardmap_torch.errors import SpecError
 
-__all__ = [
-    "Redistribution",
-    "Redistributions",
-    "auto",
-    "mark_sharding",
-    "redistributions",
-]
+__all__ = ["Redistribution", "Redistributions", "auto", "mark_sharding", "redistributions"]
 
 export(globals(), __all__, SpecError)

@@ -25,11 +25,7 @@ Y = TypeVar("Y")
 
 
 def auto(
-    f: Callable[A, Y],
-    *,
-    in_specs: Tree,
-    out_specs: Tree,
-    mesh: Mesh | DeviceMesh | None = None,
+    f: Callable[A, Y], *, in_specs: Tree, out_specs: Tree, mesh: Mesh | DeviceMesh | None = None
 ) -> Callable[A, Y]:
     """Runs unmodified code on global values, with communication placed by sharding propagation.
 

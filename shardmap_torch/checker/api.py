@@ -183,7 +183,7 @@ def _operand(use: Use) -> str:
 
 
 def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
-    """Checks a shard_mapped function for these arguments, without running it.
+    """Checks a shard_mapped function `f` for these arguments, without running it.
 
     Tensors may be replaced by `ShapeDtype`; the mesh may be abstract, of any size.
 
@@ -192,9 +192,11 @@ def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
 
     Raises:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
+        SpecError: the arguments do not match the specs.
+        TransformError: `f` is not shard_mapped.
 
     Example:
-        >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
+        >>> from shardmap_torch import I, P, ShapeDtype, all_reduce, make_mesh, shard_map
         >>> mesh = make_mesh((8192,), ("dp",), kind="abstract")
         >>> @shard_map(mesh=mesh, in_specs=(P(), P("dp")), out_specs=P())
         ... def loss(w, x):
@@ -245,18 +247,18 @@ def ask_mapped(
 
 
 def trace(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Program:
-    """Returns the typed program of a shard_mapped function for these arguments, as `check_program`.
+    """Returns the typed program of `f` for these arguments, which are those of `check_program`.
 
     It prints one equation a line, forward and backward, with the types of its results, the bytes
     that each rank sends, and the line of the body.
 
     Raises:
-        ShardTypeError: as `check_program`.
+        As `check_program`.
 
     Source: `jax.make_jaxpr`.
 
     Example:
-        >>> from shardmap_torch import I, P, all_reduce, make_mesh, shard_map
+        >>> from shardmap_torch import I, P, ShapeDtype, all_reduce, make_mesh, shard_map
         >>> mesh = make_mesh((4,), ("dp",), kind="abstract")
         >>> @shard_map(mesh=mesh, in_specs=P("dp"), out_specs=P())
         ... def total(x):
@@ -279,7 +281,7 @@ def program_of(verdict: Verdict) -> Program:
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Explains a program: each operation with its line, types, bytes and backward.
+    """Explains the program of `f`: each operation with its line, types, bytes and backward.
 
     Takes arguments as `check_program` does, and runs nothing. It prints the collectives, and ends
     with the verdict of global strictness: whether the forward is that of the same program on one
@@ -287,10 +289,10 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     tested, in a notebook it is a page, and `html(path)` writes that.
 
     Raises:
-        ShardTypeError: as `check_program`.
+        As `check_program`.
 
     Example:
-        >>> from shardmap_torch import P, make_mesh, shard_map
+        >>> from shardmap_torch import P, ShapeDtype, make_mesh, shard_map
         >>> mesh = make_mesh((4,), ("dp",), kind="abstract")
         >>> double = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
         >>> explanation = explain(double, ShapeDtype((8,)))

@@ -6,11 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
 
-from shardmap_torch.checker.ir.program import (
-    Equation,
-    ProgramPath,
-    show_types,
-)
+from shardmap_torch.checker.ir.program import Equation, ProgramPath, show_types
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.source_location import Site

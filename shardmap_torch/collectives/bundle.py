@@ -13,12 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardmap_torch.collectives.autograd import (
-    TypedFunction,
-    bind,
-    is_transformed,
-    issue,
-)
+from shardmap_torch.collectives.autograd import TypedFunction, bind, is_transformed, issue
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, sends_bundles
 from shardmap_torch.collectives.scope import Scope

@@ -93,13 +93,7 @@ ROWS: Final = (
     CollectiveRow("reduce_scatter", Partial, V, "sum_scatter", ("all_gather", V, R), "(n-1)/n"),
     CollectiveRow("all_to_all", V, V, "exchange", ("all_to_all", V, V), "(n-1)/n", "swap dims"),
     CollectiveRow(
-        "ragged_all_to_all",
-        V,
-        V,
-        "ragged",
-        ("ragged_all_to_all", V, V),
-        "(n-1)/n",
-        "swap rows",
+        "ragged_all_to_all", V, V, "ragged", ("ragged_all_to_all", V, V), "(n-1)/n", "swap rows"
     ),
     CollectiveRow("ppermute", V, V, "permute", ("ppermute", V, V), "1", "invert pairs"),
     CollectiveRow("broadcast", V, R, "broadcast", ("reduce", Partial, V), "1"),

@@ -1,4 +1,4 @@
-"""The collectives, dynamic slices and loops of `jax.lax`: its names, arguments and defaults.
+"""The collectives, slices and loops of `jax.lax`: its names, arguments and defaults.
 
 As in `jax.shard_map` with `check_vma=True`, an operand that is equal on all ranks is cast to a
 varying one first, so that `psum` of it is n times the value. A result of type I that meets what
@@ -17,13 +17,12 @@ checker finds it, and each run reads it from the checked program. With `check=Fa
 
 Arguments that the collectives share: `x` is a tensor or a pytree of tensors (and numbers, for
 reductions); `axis_name` an axis name, or several that act as one; `src` the type of `x` along the
-axis. All raise `CollectiveError` outside of a body, and for an unknown axis, dim or type; loops and
-branches raise `TransformError` for functions that are none and trees that differ.
-
-Source: `jax.lax`; each function has the name, the arguments and the defaults of JAX's.
-
+axis. All raise `CollectiveError` outside of a body, and for an unknown axis, dim or type; a checked
+body raises `ShardTypeError` where the type is another one than `src=` says or the collective takes.
 `axis_index_groups` is refused: a result of each group's own has no type along the axis. An axis of
 their own (`make_mesh` with `views=`) types it, and sends to the group alone.
+
+Source: `jax.lax`.
 """
 
 from shardmap_torch.contracts import export

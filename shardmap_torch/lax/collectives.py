@@ -1,7 +1,7 @@
 """Collectives and casts of `jax.lax`, as aliases of `shardmap_torch.ops` with JAX's casts."""
 
 from collections.abc import Sequence
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from shardmap_torch import ops
 from shardmap_torch.core.tree import map_leaves
 from shardmap_torch.errors import CollectiveError, show
-from shardmap_torch.lax.operands import WORDS, read, read_type
+from shardmap_torch.lax.operands import WORDS, Source, read, read_type
 from shardmap_torch.ops.arguments import Axis, read_dim, read_items, shown
 from shardmap_torch.ops.reduce import check_split
 from shardmap_torch.types import AxisType, I, K, Partial, R, TypeLike, V, Z
@@ -20,16 +20,15 @@ _ANY: Final = (I, R, V, Partial)
 _CASTS: Final = ((I, V), (I, R), (R, V), (V, Partial))
 
 
-def psum(
-    x: X, axis_name: Axis, *, axis_index_groups: None = None, src: TypeLike | None = None
-) -> X:
+def psum(x: X, axis_name: Axis, *, axis_index_groups: None = None, src: Source = None) -> X:
     """Sums `x` over the ranks of `axis_name`; every rank gets the same sum, of type I.
 
     A Python number is equal on all ranks: it is multiplied by their number, and `psum(1, axis)` is
-    the axis size. Booleans are counted, as int64. With `src` I or R the result is n*x, computed
-    locally.
+    the axis size. Booleans are counted, as int64.
 
-    Types: V or Partial becomes I. Backward: the cotangent as it is. Sends as `all_reduce`.
+    Shape: unchanged. Types: V or Partial becomes I. Backward: the cotangent as it is. Sends
+    2(n-1)/n * x.nbytes per rank; with `src` I or R the result is n*x, and nothing is sent.
+    Arguments and errors: see `shardmap_torch.lax`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -53,12 +52,10 @@ def psum(
     return call.map_numbers(one, x, lambda number: number * call.num_members)
 
 
-def pmean(
-    x: X, axis_name: Axis, *, axis_index_groups: None = None, src: TypeLike | None = None
-) -> X:
+def pmean(x: X, axis_name: Axis, *, axis_index_groups: None = None, src: Source = None) -> X:
     """Averages `x` over the ranks of `axis_name`: `psum` divided by the number of ranks.
 
-    Integers become floats, as by `/`. Types, backward and bytes: as `psum`.
+    Integers become floats, as by `/`. Shape, types, backward, bytes and errors: those of the sum.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -73,13 +70,12 @@ def pmean(
     return averaged
 
 
-def pmax(
-    x: X, axis_name: Axis, *, axis_index_groups: None = None, src: TypeLike | None = None
-) -> X:
+def pmax(x: X, axis_name: Axis, *, axis_index_groups: None = None, src: Source = None) -> X:
     """Takes the largest value over the ranks of `axis_name`; every rank gets it, of type I.
 
-    Unlike JAX's, it has a derivative: the ranks that hold the extremum share it evenly. Types: V
-    becomes I. Sends as `all_reduce`; nothing where `src` is I or R.
+    Unlike JAX's, it has a derivative: the ranks that hold the extremum share it evenly. Shape:
+    unchanged. Types: V becomes I. Sends 2(n-1)/n * x.nbytes per rank, and as much backward, to
+    count these ranks; nothing where `src` is I or R. Arguments and errors: as `psum`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -88,24 +84,20 @@ def pmax(
         >>> f(torch.arange(4.0))
         tensor([3.])
     """
-    return _extremum("max", x, axis_name, axis_index_groups, src)
+    return read("pmax", axis_name, src, axis_index_groups).extremum("max", x)
 
 
-def pmin(
-    x: X, axis_name: Axis, *, axis_index_groups: None = None, src: TypeLike | None = None
-) -> X:
-    """Takes the smallest value over the ranks of `axis_name`; types, backward, bytes: as `pmax`."""
-    return _extremum("min", x, axis_name, axis_index_groups, src)
+def pmin(x: X, axis_name: Axis, *, axis_index_groups: None = None, src: Source = None) -> X:
+    """Takes the smallest value over the ranks of `axis_name`; in all else as `pmax`.
 
-
-def _extremum(
-    op: Literal["max", "min"], x: X, axis_name: Axis, groups: None, src: TypeLike | None
-) -> X:
-    call = read(f"p{op}", axis_name, src, groups)
-
-    return call.map_numbers(
-        lambda leaf: call.reduced(leaf, call.types(leaf), op), x, lambda number: number
-    )
+    Example:
+        >>> from shardmap_torch import P, lax, make_mesh, shard_map
+        >>> mesh = make_mesh((4,), ("dp",), kind="simulated")
+        >>> f = shard_map(lambda x: lax.pmin(x, "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P())
+        >>> f(torch.arange(4.0))
+        tensor([0.])
+    """
+    return read("pmin", axis_name, src, axis_index_groups).extremum("min", x)
 
 
 def psum_scatter(
@@ -115,14 +107,13 @@ def psum_scatter(
     scatter_dimension: int = 0,
     axis_index_groups: None = None,
     tiled: bool = False,
-    src: TypeLike | None = None,
+    src: Source = None,
 ) -> X:
     """Sums `x` over the ranks of `axis_name` and leaves each its shard along `scatter_dimension`.
 
-    Shape: `scatter_dimension` must be n, the number of ranks and goes
-    away; with `tiled=True` its size d becomes d/n. Types: V or Partial becomes V. Backward:
-    all_gather.
-    Sends as `reduce_scatter`.
+    Shape: `scatter_dimension` must be n, the number of ranks, and goes away; with `tiled=True` its
+    size d becomes d/n. Types: V or Partial becomes V. Backward: all_gather. Sends
+    (n-1)/n * x.nbytes per rank, and as much backward. Arguments and errors: as `psum`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -131,11 +122,13 @@ def psum_scatter(
         >>> shard_map(f, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))(torch.arange(4.0))
         tensor([2., 4.])
     """
-    call = read("psum_scatter", axis_name, src, axis_index_groups, _ANY)
+    name, word = "psum_scatter", "scatter_dimension"
+    call = read(name, axis_name, src, axis_index_groups, _ANY)
 
     def one(leaf: Tensor) -> Tensor:
-        leaf = call.varying(leaf)
-        return ops.reduce_scatter(leaf, call.axes, dim=scatter_dimension, tiled=tiled)
+        dim = read_dim(name, word, scatter_dimension, leaf.ndim)
+        check_split(name, word, leaf.shape[dim], call.axes, call.num_members, tiled, None)
+        return ops.reduce_scatter(call.varying(leaf), call.axes, dim=dim, tiled=tiled)
 
     return call.map(one, x)
 
@@ -148,7 +141,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: TypeLike = "varying",
-    src: TypeLike | None = None,
+    src: Source = None,
 ) -> X:
     """Concatenates or stacks the values of all ranks of `axis_name`; every rank gets the result.
 
@@ -156,7 +149,7 @@ def all_gather(
     becomes n*d. Types: V becomes `to`: "varying" (the ranks use their copies in different ways),
     "reduced" (the same, and the copies are known to be equal) or "invarying" (all repeat one
     computation). Backward: reduce_scatter; for "invarying" the rank's own slice, without
-    communication. Sends (n-1) * x.nbytes per rank.
+    communication. Sends (n-1) * x.nbytes per rank. Arguments and errors: as `psum`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -170,8 +163,9 @@ def all_gather(
     target = read_type("all_gather", "to", to, (V, R, I))
 
     def one(leaf: Tensor) -> Tensor:
-        dst = I if target == I else R
-        every = ops.all_gather(call.varying(leaf), call.axes, dim=axis, dst=dst, tiled=tiled)
+        dst, ndim = I if target == I else R, leaf.ndim + (not tiled)
+        dim = read_dim("all_gather", "axis", axis, ndim)
+        every = ops.all_gather(call.varying(leaf), call.axes, dim=dim, dst=dst, tiled=tiled)
         if target == I:
             return call.spread(every, call.axes)
         return call.copied(every) if target == V else every
@@ -187,14 +181,14 @@ def all_to_all(
     *,
     axis_index_groups: None = None,
     tiled: bool = False,
-    src: TypeLike | None = None,
+    src: Source = None,
 ) -> X:
     """Splits each rank's value along `split_axis`, sends block j to rank j, joins what arrives.
 
-    Shape: `split_axis` must be n, the number of ranks and goes away; a
-    new dim of size n stands at `concat_axis` of the result. With `tiled=True` `split_axis` d
-    becomes d/n and `concat_axis` d becomes n*d, and they may be the same. Types: V stays V.
-    Backward: all_to_all with the dims swapped. Sends (n-1)/n * x.nbytes per rank.
+    Shape: `split_axis` must be n, the number of ranks, and goes away; a new dim of size n stands at
+    `concat_axis` of the result. With `tiled=True` `split_axis` d becomes d/n and `concat_axis` d
+    becomes n*d, and they may be the same. Types: V stays V. Backward: all_to_all with the dims
+    swapped. Sends (n-1)/n * x.nbytes per rank. Arguments and errors: as `psum`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -211,8 +205,7 @@ def all_to_all(
     def one(leaf: Tensor) -> Tensor:
         at = read_dim(name, "split_axis", split_axis, leaf.ndim)
         concat = read_dim(name, "concat_axis", concat_axis, leaf.ndim)
-        length = leaf.shape[at]
-        check_split(name, "split_axis", length, call.axes, call.num_members, tiled, None)
+        check_split(name, "split_axis", leaf.shape[at], call.axes, call.num_members, tiled, None)
         leaf = call.varying(leaf)
         return ops.all_to_all(leaf, call.axes, split_dim=at, concat_dim=concat, tiled=tiled)
 
@@ -220,24 +213,27 @@ def all_to_all(
 
 
 def pswapaxes(
-    x: X,
-    axis_name: Axis,
-    axis: int,
-    *,
-    axis_index_groups: None = None,
-    src: TypeLike | None = None,
+    x: X, axis_name: Axis, axis: int, *, axis_index_groups: None = None, src: Source = None
 ) -> X:
-    """Swaps the mesh axis with the dim `axis`: `all_to_all(x, axis_name, axis, axis)`."""
+    """Swaps the mesh axis with the dim `axis`: `all_to_all(x, axis_name, axis, axis)`.
+
+    Shape, types, backward, bytes, errors: as `all_to_all`.
+
+    Example:
+        >>> from shardmap_torch import P, lax, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: lax.pswapaxes(x, "tp", 0)
+        >>> shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(torch.arange(4.0))
+        tensor([0., 2., 1., 3.])
+    """
     return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups, src=src)
 
 
-def ppermute(
-    x: X, axis_name: Axis, perm: Sequence[tuple[int, int]], *, src: TypeLike | None = None
-) -> X:
-    """Sends the value of rank s to rank t for every pair (s, t); other ranks get zeros.
+def ppermute(x: X, axis_name: Axis, perm: Sequence[tuple[int, int]], *, src: Source = None) -> X:
+    """Sends the value of rank s to rank t for every pair (s, t) of `perm`; others get zeros.
 
-    Types: V stays V. Backward: ppermute by the inverse pairs. A rank that is a source sends
-    x.nbytes.
+    Shape: unchanged. Types: V stays V. Backward: ppermute by the inverse pairs. A rank that is a
+    source sends x.nbytes. Arguments and errors: as `psum`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -250,8 +246,8 @@ def ppermute(
     return call.map(lambda leaf: ops.ppermute(call.varying(leaf), call.axes, perm), x)
 
 
-def pshuffle(x: X, axis_name: Axis, perm: Sequence[int], *, src: TypeLike | None = None) -> X:
-    """Gives rank i the value of rank `perm[i]`: `ppermute` by a permutation of all ranks.
+def pshuffle(x: X, axis_name: Axis, perm: Sequence[int], *, src: Source = None) -> X:
+    """Gives rank i the value of rank `perm[i]`, as `ppermute` by a permutation of all, which see.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -272,11 +268,11 @@ def pshuffle(x: X, axis_name: Axis, perm: Sequence[int], *, src: TypeLike | None
     return call.map(lambda leaf: ops.ppermute(call.varying(leaf), call.axes, pairs), x)
 
 
-def pbroadcast(x: X, axis_name: Axis, source: int, *, src: TypeLike | None = None) -> X:
+def pbroadcast(x: X, axis_name: Axis, source: int, *, src: Source = None) -> X:
     """Gives every rank of `axis_name` the value of rank `source`; the copies are typed V.
 
-    `shardmap_torch.broadcast` types them R or I. Backward: the all-reduced cotangent on `source`,
-    zero elsewhere. The source sends x.nbytes.
+    Shape: unchanged. `shardmap_torch.broadcast` types them R or I. Backward: on `source` the
+    all-reduced cotangent, else zero. The source sends x.nbytes. Arguments and errors: as `psum`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -293,7 +289,7 @@ def pbroadcast(x: X, axis_name: Axis, source: int, *, src: TypeLike | None = Non
     return call.map(one, x)
 
 
-def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -> X:
+def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: Source = None) -> X:
     """Changes the type of `x` along `axis_name`; the ranks' values stay as they are.
 
     | src -> to | backward |
@@ -303,7 +299,8 @@ def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -
     | varying -> unreduced | nothing |
 
     With `check=False` and without `src=`, "varying" is taken for a cast to "unreduced", else
-    "invarying". Sends nothing forward.
+    "invarying". Shape: unchanged. Sends nothing forward. Arguments and errors: as `psum`, and
+    another cast than these is a `CollectiveError`.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -331,9 +328,7 @@ def pcast(x: X, axis_name: Axis, *, to: TypeLike, src: TypeLike | None = None) -
 
 def _source(type_: AxisType) -> AxisType:
     """Returns the type before a cast: of shards V, of zeros that of uncommitted values."""
-    if type_.dim is not None:
-        return V
-    return K if type_ == Z else type_
+    return V if type_.dim is not None else K if type_ == Z else type_
 
 
 def _cast(x: Tensor, axes: Sequence[str], src: AxisType, dst: AxisType) -> Tensor:
@@ -346,7 +341,7 @@ def _cast(x: Tensor, axes: Sequence[str], src: AxisType, dst: AxisType) -> Tenso
 
 
 def pvary(x: X, axis_name: Axis) -> X:
-    """Makes an invariant `x` a varying one: `pcast(x, axis_name, to="varying")`.
+    """Makes an invariant `x` a varying one, as `pcast(x, axis_name, to="varying")`, which see.
 
     Example:
         >>> from shardmap_torch import P, lax, make_mesh, shard_map
@@ -359,7 +354,7 @@ def pvary(x: X, axis_name: Axis) -> X:
 
 
 def stop_gradient(x: X) -> X:
-    """Returns `x` without its gradient: `x.detach()` for every tensor of a tree.
+    """Returns `x` without its gradient: `x.detach()` for every tensor; shapes stay, none is sent.
 
     Example:
         >>> torch.func.grad(lambda x: x * stop_gradient(x))(torch.tensor(3.0))

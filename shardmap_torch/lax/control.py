@@ -1,7 +1,8 @@
 """Loops, branches and scans with JAX's signatures, as Python runs them.
 
-Each iteration is unrolled, as Python's own loop is: the checker sees it, and its collectives. The
-types of results are those that the functions give them; `unroll` and `batch_size` have no effect.
+Each iteration is unrolled, as Python's own loop is: the checker sees it, and its collectives. They
+send what the functions send, and give the shapes and types that these give; `init` and `init_val`
+are any trees, `xs` and `elems` of tensors. `unroll` and `batch_size` have no effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,10 +74,7 @@ def while_loop(
 
 
 def cond(
-    pred: bool | Tensor,
-    true_fun: Callable[..., C],
-    false_fun: Callable[..., C],
-    *operands: Any,
+    pred: bool | Tensor, true_fun: Callable[..., C], false_fun: Callable[..., C], *operands: Any
 ) -> C:
     """Returns `true_fun(*operands)` where `pred` holds, else `false_fun(*operands)`.
 
@@ -98,7 +96,7 @@ def cond(
 
 
 def switch(index: int | Tensor, branches: Sequence[Callable[..., C]], *operands: Any) -> C:
-    """Returns `branches[index](*operands)`; see `cond`.
+    """Returns `branches[index](*operands)`; see `cond` and `lax.control`.
 
     An index below 0 is read as 0, and one beyond the last branch as the last.
 

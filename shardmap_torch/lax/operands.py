@@ -18,6 +18,8 @@ X = TypeVar("X")
 WORDS: Final = {I: "invarying", R: "reduced", V: "varying", Partial: "unreduced"}
 """JAX's names of the types."""
 
+Source = TypeLike | None  # the type of an operand; None where the checker knows it
+
 
 @dataclass(frozen=True)
 class Call:
@@ -41,7 +43,10 @@ class Call:
         return ops.axis_size(self.axes)
 
     def map(self, function: Callable[[Tensor], Tensor], x: X) -> X:
-        """Applies a function to every leaf, all of which must be tensors."""
+        """Applies a function to every leaf, all of which must be tensors of the type `src`."""
+        src = self.src  # the identity, of which the checker requires the type
+        if src is not None:
+            x = each_leaf(self.name, x, lambda leaf: ops.convert(leaf, self.axes, src=src, dst=src))
         return each_leaf(self.name, x, function)
 
     def map_numbers(
@@ -54,6 +59,12 @@ class Call:
 
         result: X = map_leaves(one, x)
         return result
+
+    def extremum(self, op: Literal["max", "min"], x: X) -> X:
+        """Takes the extremum of every leaf over the axes, on all of which numbers are equal."""
+        return self.map_numbers(
+            lambda leaf: self.reduced(leaf, self.types(leaf), op), x, lambda number: number
+        )
 
     def types(self, x: Tensor, unknown: AxisType | None = None) -> dict[str, AxisType]:
         """Returns the type of an operand along each axis: the user's, the checker's, or unknown.
@@ -106,14 +117,10 @@ def where(types: Mapping[str, AxisType], *among: AxisType) -> list[str]:
 
 
 def read(
-    name: str,
-    axis_name: Axis,
-    src: TypeLike | None,
-    groups: object = None,
-    allowed: Sequence[AxisType] = (I, R, V),
+    name: str, axis: Axis, src: Source, groups: Any = None, allowed: Sequence[AxisType] = (I, R, V)
 ) -> Call:
     """Reads and checks the arguments; `allowed` are the types that `src` may have."""
-    axes, scope = read_axes(name, axis_name)
+    axes, scope = read_axes(name, axis)
     if groups is not None:
         raise CollectiveError(
             f"{name}: axis_index_groups={show(groups)} splits {shown(axes)}, and each group would "

@@ -1,9 +1,12 @@
 """Slices at positions that tensors give, by JAX's names.
 
-A start or index is an integer, or a tensor of one, which may vary between ranks. A negative start
-counts from the end; then it is clamped so that the slice lies in the operand. Nothing is sent, and
-types are those of indexing. Backward: the cotangent at its place among zeros, or of a write, zero
-where it was overwritten and the slice of the cotangent for `update`.
+Slices are of a tensor, `operand`; a start or index is an integer, or a tensor of one, which may
+vary between ranks; of several there is one a dim. A negative start counts from the end; then it is
+clamped so that the slice lies in the operand. Shape: the sizes asked for, or the operand's; types
+are those of indexing; nothing is sent.
+Backward: the cotangent at its place among zeros, or of a write, zero where it was overwritten and
+the slice of the cotangent for `update`. All raise `CollectiveError`: for a position that is no
+integer, a slice or an update that is larger than the operand, an update of another dtype.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +25,7 @@ Index = int | Tensor
 def dynamic_slice_in_dim(
     operand: Tensor, start_index: Index, slice_size: int, axis: int = 0
 ) -> Tensor:
-    """Returns `slice_size` entries of dim `axis` from `start_index` on.
+    """Returns `slice_size` entries of dim `axis` from `start_index` on; see `lax.slicing`.
 
     Example:
         >>> dynamic_slice_in_dim(torch.arange(5.0), torch.tensor(4), 2)
@@ -36,7 +39,7 @@ def dynamic_slice_in_dim(
 def dynamic_slice(
     operand: Tensor, start_indices: Sequence[Index] | Tensor, slice_sizes: Sequence[int]
 ) -> Tensor:
-    """Returns a box of `operand`, one start and size a dim.
+    """Returns a box: one of `start_indices` and `slice_sizes` a dim; see `lax.slicing`.
 
     Example:
         >>> dynamic_slice(torch.arange(12.0).reshape(3, 4), (torch.tensor(1), 0), (2, 2))
@@ -55,7 +58,7 @@ def dynamic_slice(
 def dynamic_index_in_dim(
     operand: Tensor, index: Index, axis: int = 0, keepdims: bool = True
 ) -> Tensor:
-    """Returns the entry of dim `axis` at `index`; the dim goes away with `keepdims=False`.
+    """Returns the entry of dim `axis` at `index`, without it if not `keepdims`; see `lax.slicing`.
 
     Example:
         >>> dynamic_index_in_dim(torch.arange(5.0), -1, keepdims=False)
@@ -70,7 +73,7 @@ def dynamic_update_slice_in_dim(
 ) -> Tensor:
     """Returns a copy of `operand` with `update` written along dim `axis` from `start_index` on.
 
-    Along other dims the update may be smaller, and is written from 0 on. Both have one dtype.
+    Along other dims the update may be smaller, and is written from 0 on. See `lax.slicing`.
 
     Example:
         >>> dynamic_update_slice_in_dim(torch.zeros(4), torch.ones(2), torch.tensor(1), 0)
@@ -87,7 +90,7 @@ def dynamic_update_slice_in_dim(
 def dynamic_update_slice(
     operand: Tensor, update: Tensor, start_indices: Sequence[Index] | Tensor
 ) -> Tensor:
-    """Returns a copy of `operand` with the box `update` written at `start_indices`.
+    """Returns a copy of `operand` with `update` written at `start_indices`; see `lax.slicing`.
 
     Example:
         >>> dynamic_update_slice(torch.zeros(2, 3), torch.ones(1, 2), (torch.tensor(1), 0))
@@ -101,9 +104,7 @@ def dynamic_update_slice(
     return _updated(operand, update, starts, smaller)
 
 
-def _updated(
-    operand: Tensor, update: Tensor, starts: Sequence[Index], dims: Sequence[int]
-) -> Tensor:
+def _updated(operand: Tensor, update: Tensor, starts: Sequence[Index], dims: list[int]) -> Tensor:
     """Writes along the first of the dims its slice with the others written."""
     if not dims:
         return update.clone()
@@ -117,7 +118,7 @@ def _updated(
 def dynamic_update_index_in_dim(operand: Tensor, update: Tensor, index: Index, axis: int) -> Tensor:
     """Returns a copy of `operand` with `update` written at `index` of dim `axis`.
 
-    `update` has size 1 along `axis`, or lacks that dim.
+    `update` has size 1 along `axis`, or lacks that dim. See `lax.slicing`.
 
     Example:
         >>> dynamic_update_index_in_dim(torch.zeros(3), torch.tensor(1.0), 2, 0)

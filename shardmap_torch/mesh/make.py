@@ -273,9 +273,10 @@ _AMBIENT = _Ambient()
 def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
     """Makes `mesh` the default of `shard_map`, `device_put` and `from_local` on this thread.
 
-    Source: `jax.sharding.use_mesh`.
+    Raises a MeshError if it is none. Source: `jax.sharding.use_mesh`.
 
     Example:
+        >>> from shardmap_torch import current_mesh, make_mesh
         >>> with use_mesh(make_mesh((2,), ("dp",), kind="simulated")) as mesh:
         ...     print(current_mesh())
         simulated mesh (dp=2)

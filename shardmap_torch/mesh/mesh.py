@@ -341,9 +341,7 @@ class Mesh(Grid):
         self._state.epoch, self._state.remade = control.progress.epoch, True
         # DTensors on the mesh use the same groups, and torch.compile finds them by their names.
         groups = within(
-            control.timeout,
-            "recover()",
-            lambda: [self.group((axis,)) for axis in self.axis_names],
+            control.timeout, "recover()", lambda: [self.group((axis,)) for axis in self.axis_names]
         )
         if hasattr(self.device_mesh, "_dim_group_names"):
             self.device_mesh._dim_group_names = names = [each.group_name for each in groups]

@@ -1,7 +1,8 @@
 """Layers as pure functions on local tensors, with typed collectives inside.
 
 Each layer takes the mesh axis that it communicates over, and works on whatever shards the other
-axes make of its batch. Use them in the body of a `shard_map`.
+axes make of its batch. Use them in the body of a `shard_map`; a checked one raises `ShardTypeError`
+for arguments of other types than a layer says.
 """
 
 from shardmap_torch.contracts import export

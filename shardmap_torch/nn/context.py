@@ -21,9 +21,10 @@ from shardmap_torch.types import R
 def head_tail_order(length: int, num_ranks: int) -> Tensor:
     """Returns the order of positions in which equal shards do equal work in causal attention.
 
-    The sequence is divided into 2n chunks, and rank r of n gets chunks r and 2n - 1 - r: one that
-    sees little and one that sees much. Apply it outside of the body, to tokens and targets alike
-    (`tokens[:, order]`), and pass `order` itself, sharded in the same way, as `positions`.
+    The sequence is divided into 2n chunks, and rank r of n = `num_ranks` gets chunks r and
+    2n - 1 - r: one that sees little and one that sees much. Apply it, which sends nothing, outside
+    of the body to tokens and targets alike (`tokens[:, order]`), and pass `order` itself, sharded
+    in the same way, as `positions`.
 
     Returns:
         int64 [length], a permutation.
@@ -66,8 +67,8 @@ def ring_attention(
     Shape: q [..., t/n, h, d], k [..., t/n, g, d], v [..., t/n, g, e], g dividing h, gives
     [..., t/n, h, e]. Types: all are sharded over `axis` along dimension -3, as is the result.
     Memory: the arguments, the result and the scores of one step, [..., h, t/n, t/n], or a quarter
-    of these if balanced. Backward: 2n - 1 steps of the ring. Sends (n-1) times the
-    bytes of k and v forward, and about twice as much backward.
+    of these if balanced. Backward: the gradients take n steps more. Sends (n-1) times the bytes of
+    k and v forward, and (2n-1) times backward.
 
     Args:
         q: queries of this rank's positions.

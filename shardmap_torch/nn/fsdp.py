@@ -34,8 +34,7 @@ def fsdp_gather(params: X, specs: Any, axis: str) -> X:
 
     Issues one all-gather for each dtype and set of other axes that shard them. Gradients are
     reduce-scattered in the same buffers: each rank of `axis` has used the parameters on its own
-    shard of the batch.
-    Parameters that `axis` does not shard are converted to R, so that their gradients are summed.
+    shard of the batch. Those that `axis` does not shard become R: they are summed.
 
     Shape: each leaf gets back the dimension that `axis` divides. Types: sharded over `axis` (S(i))
     becomes R, I becomes R; over other axes nothing changes. Backward: one reduce-scatter, and an

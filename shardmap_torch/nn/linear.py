@@ -128,8 +128,6 @@ def row_linear(
 ) -> Tensor:
     """Multiplies by a weight whose rows (input features) are sharded over `axis`, and sums.
 
-    The bias is added once, after the sum, and not once per rank.
-
     Shape: x [..., n/r, ...], weight [n/r, ..., d] gives [..., d] on each of r ranks, summed over
     all dimensions of the weight but the last; for `dst=S(i)` dimension i is divided by r. Types:
     x and the weight are sharded (V), the bias is equal on all ranks, the result is `dst`. Backward:
@@ -141,7 +139,7 @@ def row_linear(
         x: input features, those of this rank.
         weight: the rows of these features, [features of x ..., d].
         axis: the axis, or several that act as one, over which both are sharded.
-        bias: [d], equal on all ranks.
+        bias: [d], equal on all ranks; added once, after the sum.
         dst: I or R if every rank gets the sum, S(i) for its shard along dimension i (sequence
             parallelism), Partial to leave the sum to the caller.
         bias_type: I, or R if the caller has converted all weights at once.

@@ -48,7 +48,7 @@ def moe(
     y [b/n, t, d] and a scalar loss; C = ceil(capacity_factor * num_selected * t / e). Types: x and
     the experts are sharded over `axis` along dimension 0, the router is I; y is as x, the loss I
     over `axis` and `batch_axis`. Backward: two all-to-alls as well, an all-reduce of the router's
-    gradient. Sends (n-1)/n * b/n * e * C * d numbers, twice, and 2 * e numbers for the loss.
+    gradient. Sends (n-1)/n * b/n * e * C * d numbers, twice, and all-reduces 2 * e for the loss.
 
     Args:
         x: sequences of this rank.
@@ -181,8 +181,8 @@ def dropless_moe(
     y [b/n, t, d] and a scalar loss. Types: x and the experts are sharded over `axis`, experts
     along dimension 0, the router is I; y is as x, the loss I over `axis` and `batch_axis`.
     Backward: two all-to-alls as well, an all-reduce of the router's gradient. Sends at most
-    b/n * t * num_selected * d numbers, twice, and n * n + 3 * e numbers for sizes and the loss. A
-    simulated mesh of strategy "auto" runs it as ranks.
+    b/n * t * num_selected * d numbers, and back as many as its experts got; 2 * n * (n-1) + e
+    integers, and all-reduces 2 * e numbers. Strategy "auto" of a simulated mesh runs it as ranks.
 
     Args:
         x: sequences of this rank.

@@ -36,8 +36,8 @@ Schedule: TypeAlias = tuple[Tick, ...]
 def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """Makes a schedule that runs all microbatches forward, and then all backward.
 
-    Each rank saves the inputs of all m microbatches. It has 2(m + n - 1) ticks, of which each rank
-    is idle in 2(n - 1).
+    Each of n = `num_ranks` saves the inputs of all m = `num_microbatches`. It has 2(m + n - 1)
+    ticks, of which each rank is idle in 2(n - 1). Plain numbers: nothing is sent.
 
     Source: Huang et al. 2019, "GPipe".
 
@@ -51,8 +51,8 @@ def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 def one_forward_one_backward_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """Makes a schedule that runs a microbatch backward as soon as it has reached the last rank.
 
-    Rank r of n saves the inputs of at most 2(n - r) - 1 microbatches, however many there are. It
-    has m + 2(n - 1) ticks, in most of which a rank does one forward and one backward.
+    Rank r of n = `num_ranks` saves the inputs of at most 2(n - r) - 1 microbatches. It has
+    `num_microbatches` + 2(n - 1) ticks, in most of which a rank does a forward and a backward.
 
     Source: Narayanan et al. 2019, "PipeDream" (1F1B), with a flush as in Megatron-LM.
 

@@ -86,9 +86,7 @@ def rotary_tables(
 def rotary(
     x: Tensor, positions: Tensor | tuple[Tensor, Tensor], *, interleaved: bool = False
 ) -> Tensor:
-    """Rotates each pair of features by an angle that grows with the position.
-
-    Computed in float32 or better.
+    """Rotates each pair of features by an angle that grows with the position, in float32 or better.
 
     Shape: x [..., t, h, d], positions [t] or [..., t] gives [..., t, h, d]; d is even and not
     sharded. Types: those of x; positions are sharded like its dimension t, and get no gradient.

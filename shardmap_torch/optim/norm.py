@@ -98,7 +98,7 @@ def clip_by_global_norm(
         The tree, of unchanged shapes, dtypes and types, and its norm before.
 
     Raises:
-        As `global_norm`.
+        OptimizerError: a bound below 0; and as `global_norm`.
 
     Source: `optax.clip_by_global_norm`; Pascanu et al. 2013.
 
@@ -107,8 +107,8 @@ def clip_by_global_norm(
         >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, max_norm=2.5)
         ({'w': tensor([1.5000, 2.0000])}, tensor(5.))
     """
-    if not is_number(max_norm):
-        raise OptimizerError(f"clip_by_global_norm: max_norm={show(max_norm)} is no number.")
+    if not is_number(max_norm) or not max_norm >= 0:
+        raise OptimizerError(f"clip_by_global_norm: max_norm={show(max_norm)} is no bound.")
     norm = global_norm(tree, specs, ord=ord)
     # A norm of zero gives infinity here, and 1 after the clamp.
     scale = (max_norm / norm).clamp(max=1)
@@ -145,7 +145,7 @@ def clip_grad_norm_(
         The norm before, a plain tensor that is equal on all ranks.
 
     Raises:
-        OptimizerError: an order below 1, or a norm that is no finite number.
+        OptimizerError: a bound below 0, an order below 1, or a norm that is no finite number.
 
     Source: `torch.nn.utils.clip_grad_norm_`, which refuses such mixtures.
 

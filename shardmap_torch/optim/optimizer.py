@@ -48,6 +48,9 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.
         warmup: number of steps of the linear rise, which multiplies the cosine.
         final: the last learning rate.
 
+    Raises:
+        OptimizerError: an argument is negative, or there is no step.
+
     Source: Loshchilov and Hutter 2017 (SGDR), `optax.warmup_cosine_decay_schedule`.
 
     Example:
@@ -55,14 +58,8 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.
         >>> [round(rate(torch.tensor(float(step))).item(), 3) for step in (0, 5, 10, 20)]
         [1.0, 0.55, 0.1, 0.1]
     """
-    numbers = {"peak": peak, "steps": steps, "warmup": warmup, "final": final}
-    wrong = [
-        f"{word}={show(value)} is no number"
-        for word, value in numbers.items()
-        if not is_number(value)
-    ]
-    if wrong:
-        raise OptimizerError(listing("warmup_cosine:", wrong))
+    rates = {"peak": (peak, 0, math.inf), "final": (final, 0, math.inf)}
+    check_range("warmup_cosine", **rates, steps=(steps, 1, math.inf), warmup=(warmup, 0, math.inf))
     middle, amplitude = (peak + final) / 2, (peak - final) / 2
 
     def rate(step: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def load_safetensors(module: nn.Module, path: str | PathLike[str]) -> None:
     Raises:
         SpecError: names all parameters that no file has, or has in another shape; no file.
 
-    Source: `safetensors.safe_open`, `transformers.PreTrainedModel.from_pretrained`.
+    Source: `PreTrainedModel.from_pretrained` of transformers. Example: in docs/modules.md.
     """
     from safetensors import safe_open
 
@@ -178,7 +178,10 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], **options: An
         folder: where to.
         **options: for `save_pretrained`.
 
-    Source: `transformers.PreTrainedModel.save_pretrained`.
+    Raises:
+        SpecError: the model has no `save_pretrained`.
+
+    Source: `transformers.PreTrainedModel.save_pretrained`. Example: in docs/modules.md.
     """
     whole: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}

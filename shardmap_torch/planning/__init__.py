@@ -3,14 +3,7 @@
 from shardmap_torch.contracts import export
 from shardmap_torch.errors import SpecError
 from shardmap_torch.planning.estimate import Estimate, estimate
-from shardmap_torch.planning.hardware import (
-    A100,
-    B200,
-    H100,
-    H200,
-    Hardware,
-    read_hardware,
-)
+from shardmap_torch.planning.hardware import A100, B200, H100, H200, Hardware, read_hardware
 from shardmap_torch.planning.measured import this_machine
 from shardmap_torch.planning.meshes import Candidate, Ranking, best_mesh
 

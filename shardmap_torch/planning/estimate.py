@@ -280,8 +280,8 @@ def estimate(f: Callable[..., Any], *args: Any, hardware: Hardware, **kwargs: An
         >>> shapes = (8192, 4096), (4096, 16384), (16384, 4096)
         >>> args = [ShapeDtype(shape, torch.bfloat16) for shape in shapes]
         >>> plan = estimate(mlp, *args, hardware=H100)
-        >>> plan.sent, show_seconds(plan.seconds), show_bytes(plan.peak)
-        ({'tp': 117440512}, '698 us', '235 MB')
+        >>> plan.sent, round(plan.seconds * 1e6), plan.peak  # bytes, microseconds, bytes
+        ({'tp': 117440512}, 698, 234881024)
         >>> plan.at_peak
         {'arguments': 100663296, 'forward': 67108864, 'backward': 0, 'messages': 67108864}
     """

@@ -109,7 +109,7 @@ def ranks_per_host(mesh: Mesh, axes: Sequence[str], devices: int) -> int:
 
 
 def read_hardware(path: str | Path) -> Hardware:
-    r"""Reads a cluster from a TOML file, whose keys are the fields of `Hardware`.
+    r"""Reads a cluster from the TOML file `path`, whose keys are the fields of `Hardware`.
 
     Raises:
         SpecError: it is no such file; names all keys that are wrong.

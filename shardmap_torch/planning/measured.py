@@ -245,6 +245,8 @@ def this_machine(mesh: Mesh | None = None) -> ThisMachine:
 
     Raises:
         SpecError: it is no mesh of processes.
+
+    Source: `torch.distributed._tools.RuntimeEstimator`.
     """
     if mesh is not None and not (isinstance(mesh, Mesh) and mesh.kind in PROCESS_KINDS):
         raise SpecError(f"this_machine takes a mesh of processes, or None, not {show(mesh)}.")

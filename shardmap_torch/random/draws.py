@@ -15,12 +15,7 @@ from shardmap_torch.random.keys import Key, check_key
 from shardmap_torch.spec import P, mismatches
 
 _WORD: Final = 0xFFFFFFFF
-_DIGITS: Final = {
-    torch.float64: 52,
-    torch.float32: 23,
-    torch.float16: 10,
-    torch.bfloat16: 7,
-}
+_DIGITS: Final = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 """Bits of a number in [0, 1), as many as the fraction of the dtype has."""
 
 
@@ -95,10 +90,10 @@ def uniform(
 ) -> Tensor:
     """Draws numbers that are equally distributed in [low, high).
 
-    Shape and types: as of `bits`, in a floating dtype.
+    Shape, types, bytes: as of `bits`, in a floating dtype.
 
-    `high` is not reached, up to rounding; `dtype` is by default torch's. For the other arguments,
-    and errors, see `bits`.
+    `low` may be drawn, and `high` not, up to rounding; `dtype` is by default torch's. For the other
+    arguments, and errors, see `bits`.
 
     Source: `jax.random.uniform`, whose numbers these are in float32 and float64.
 
@@ -123,7 +118,7 @@ def normal(
 ) -> Tensor:
     """Draws from the normal distribution of mean 0 and variance 1.
 
-    Shape and types: as of `bits`, in a floating dtype.
+    Shape, types, bytes: as of `bits`, in a floating dtype.
 
     `dtype` is by default torch's; half precisions are rounded float32. For the other arguments,
     and errors, see `bits`.
@@ -154,7 +149,7 @@ def bernoulli(
 ) -> Tensor:
     """Draws True with probability `p`.
 
-    Shape and types: as of `bits`, joined with the types of `p`; bools.
+    Shape, types, bytes: as of `bits`, joined with the types of `p`; bools.
 
     `p` is a number, or a tensor that broadcasts with what this rank draws. For the other arguments,
     and errors, see `bits`.
@@ -180,7 +175,7 @@ def randint(
 ) -> Tensor:
     """Draws integers from low to high - 1, equally distributed up to (high - low) / 2**63.
 
-    Shape and types: as of `bits`.
+    Shape, types, bytes: as of `bits`.
 
     For the other arguments, and errors, see `bits`.
 

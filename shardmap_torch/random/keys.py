@@ -28,7 +28,10 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Key:
         device: of the key, and by default of what is drawn from it.
 
     Returns:
-        An int64 scalar.
+        An int64 scalar. Sends nothing.
+
+    Raises:
+        SpecError: the seed is no integer.
 
     Source: `jax.random.key`.
 
@@ -50,7 +53,8 @@ def split(key: Key, num: int = 2) -> Tensor:
     Source: `jax.random.split`.
 
     Example:
-        >>> first, second = split(key(0))
+        >>> from shardmap_torch import random
+        >>> first, second = random.split(random.key(0))
         >>> first
         tensor(7719171245655871230)
     """
@@ -74,7 +78,8 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
     Source: `jax.random.fold_in`.
 
     Example:
-        >>> fold_in(key(0), 1) == split(key(0))[1]
+        >>> from shardmap_torch import random
+        >>> random.fold_in(random.key(0), 1) == random.split(random.key(0))[1]
         tensor(True)
     """
     check_key("fold_in", key)

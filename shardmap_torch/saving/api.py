@@ -136,7 +136,7 @@ def load(
         CollectiveMismatchError: a rank calls something else, or with other arguments.
         CommunicationError: a rank is gone.
 
-    Source: `torch.distributed.checkpoint.load`; `orbax.checkpoint.CheckpointManager.restore`.
+    Source: `torch.distributed.checkpoint.load`; orbax's `restore`. Example: in `save`.
     """
 
     def describe(arguments: _Arguments) -> list[str]:
@@ -166,7 +166,7 @@ def load(
 def latest(folder: str | os.PathLike[str]) -> int | None:
     """Returns the step of the newest complete checkpoint, the same on all ranks; None without one.
 
-    Warns of each checkpoint that is newer or older but incomplete. All ranks must call it.
+    Warns of each incomplete one. All ranks must call it; where they differ it raises as `load`.
 
     Source: `orbax.checkpoint.CheckpointManager.latest_step`.
 

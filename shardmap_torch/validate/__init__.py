@@ -61,6 +61,8 @@ def validate_rule(
         SpecError: the example has no tensor, does not match the types of the region, or does not
             divide over the ranks.
 
+    Source: `rulecheck` of spmd_types, which tries forwards.
+
     Example:
         >>> import torch
         >>> from shardmap_torch import Row, register_rule

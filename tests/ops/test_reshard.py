@@ -154,18 +154,8 @@ PLANS: list[tuple[P, P, tuple[int, ...] | None, list[str]]] = [
         None,
         ["all_to_all(('b', 'c'), V -> V) dim 0 to 1, sends 7/8 x, back 7/8"],
     ),
-    (
-        P(("a", "b")),
-        P(("b", "a")),
-        None,
-        ["ppermute(('a', 'b'), V -> V), sends 1 x, back 1"],
-    ),
-    (
-        P(("a", "b"), None),
-        P("a", None),
-        None,
-        ["all_gather('b', V -> I) dim 0, sends 3 x, back 0"],
-    ),
+    (P(("a", "b")), P(("b", "a")), None, ["ppermute(('a', 'b'), V -> V), sends 1 x, back 1"]),
+    (P(("a", "b"), None), P("a", None), None, ["all_gather('b', V -> I) dim 0, sends 3 x, back 0"]),
     (
         P("a", replicate={"b"}),
         P(("a", "b")),

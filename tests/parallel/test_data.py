@@ -13,16 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 import shardmap_torch.nn.fsdp as gathers
-from shardmap_torch import (
-    Mesh,
-    P,
-    SpecError,
-    explain,
-    from_local,
-    make_mesh,
-    parallel,
-    parallelize,
-)
+from shardmap_torch import Mesh, P, SpecError, explain, from_local, make_mesh, parallel, parallelize
 from tests.parallel import models
 from tests.parallel.support.plans import llama_plan, mlp_plan
 from tests.parallel.support.training import both
@@ -315,18 +306,12 @@ def test_a_search_for_packed_sequences_takes_rows() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    (
-        {"dp": 3},
-        "parallelize: dp is an axis or a tuple of axes, and fsdp an axis, not 3.",
-    ),
+    ({"dp": 3}, "parallelize: dp is an axis or a tuple of axes, and fsdp an axis, not 3."),
     (
         {"fsdp": ("dp", "tp")},
         "parallelize: dp is an axis or a tuple of axes, and fsdp an axis, not ('dp', 'tp').",
     ),
-    (
-        {"fsdp": "data"},
-        "parallelize: dp and fsdp are axes of the mesh, 'dp', 'tp', not 'data'.",
-    ),
+    ({"fsdp": "data"}, "parallelize: dp and fsdp are axes of the mesh, 'dp', 'tp', not 'data'."),
     (
         {"fsdp": "dp", "dp": "dp"},
         "parallelize: 'dp' is named twice; axis, dp and fsdp are different axes.",

@@ -254,11 +254,7 @@ def forget_written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def run_fake(
-    mode: CheckMode,
-    call: CallLookup | None,
-    op: OpOverload,
-    args: Sequence[Any],
-    kwargs: Any,
+    mode: CheckMode, call: CallLookup | None, op: OpOverload, args: Sequence[Any], kwargs: Any
 ) -> Any:
     """Runs an operation on fake tensors of this mode, or makes its result from what is known.
 

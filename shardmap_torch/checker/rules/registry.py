@@ -45,6 +45,8 @@ def register_rule(op: OpOverload, row: Row) -> None:
     Raises:
         ShardTypeError: the operator has a row already.
 
+    Source: `torch.distributed.tensor.experimental.register_sharding`, for types.
+
     Example:
         >>> import torch
         >>> from shardmap_torch import Row, register_rule

@@ -257,12 +257,7 @@ def _compare(
 
 
 def _small_enough(
-    call: Call,
-    likes: Likes,
-    others: Axes,
-    axes: Axes,
-    typed: Verdict,
-    counts: Sequence[int],
+    call: Call, likes: Likes, others: Axes, axes: Axes, typed: Verdict, counts: Sequence[int]
 ) -> tuple[Program, Program]:
     """Returns the program on ranks along `axes` and `others`, and along `others` alone.
 

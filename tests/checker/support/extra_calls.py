@@ -173,10 +173,7 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
     ],
     "scatter.value": lambda: [c(t(4), 0, i(0, 1), 1.5)],
     "scatter_add.default": lambda: [c(t(4), 0, i(0, 0, 2), t(3))],
-    "index_put.default": lambda: [
-        c(t(4), [i(0, 2)], t(2)),
-        c(t(4), [i(0, 0)], t(2), True),
-    ],
+    "index_put.default": lambda: [c(t(4), [i(0, 2)], t(2)), c(t(4), [i(0, 0)], t(2), True)],
     "_unsafe_index_put.default": lambda: [c(t(4), [i(0, 2)], t(2))],
     "_index_put_impl.default": lambda: [c(t(4), [i(0, 2)], t(2))],
     "masked_scatter.default": lambda: [c(t(4), b(1, 0, 1, 0), t(4))],
@@ -194,28 +191,10 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
         c(t(3, 4), t(3, 4), t(3, 1), positive(3, 1), 0)
     ],
     "_ctc_loss_backward.default": lambda: [
-        c(
-            t(1),
-            t(4, 1, 3).log_softmax(-1),
-            i(1, 2)[None],
-            [4],
-            [2],
-            positive(1),
-            t(1, 4, 5),
-            0,
-        )
+        c(t(1), t(4, 1, 3).log_softmax(-1), i(1, 2)[None], [4], [2], positive(1), t(1, 4, 5), 0)
     ],
     "_ctc_loss_backward.Tensor": lambda: [
-        c(
-            t(1),
-            t(4, 1, 3).log_softmax(-1),
-            i(1, 2)[None],
-            i(4),
-            i(2),
-            positive(1),
-            t(1, 4, 5),
-            0,
-        )
+        c(t(1), t(4, 1, 3).log_softmax(-1), i(1, 2)[None], i(4), i(2), positive(1), t(1, 4, 5), 0)
     ],
     "_segment_reduce_backward.default": lambda: [
         c(t(4), t(4), t(5), how, offsets=i(0, 0, 1, 3, 5), initial=1) for how in ("sum", "prod")
@@ -227,7 +206,7 @@ CALLS: Final[dict[str, Callable[[], Sequence[Call]]]] = {
         c(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8), attn_mask=t(4, 4)),
     ],
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": lambda: [
-        c(*(t(1, 2, 4, 8) for _ in range(5)), t(1, 2, 4), 0.0, False, attn_mask=t(4, 4)),
+        c(*(t(1, 2, 4, 8) for _ in range(5)), t(1, 2, 4), 0.0, False, attn_mask=t(4, 4))
     ],
     "_fused_sdp_choice.default": lambda: [
         c(t(1, 2, 4, 8), t(1, 2, 4, 8), t(1, 2, 4, 8), mask) for mask in (None, t(4, 4))

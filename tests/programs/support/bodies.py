@@ -200,13 +200,7 @@ PROGRAMS: Mapping[str, Program] = {
         (DP,),
     ),
     "ring matmul": Program(
-        ring_matmul,
-        (P(TP), P(TP)),
-        (P(TP),),
-        ((12, 12), (12, 5)),
-        matmul,
-        LINE,
-        (TP,),
+        ring_matmul, (P(TP), P(TP)), (P(TP),), ((12, 12), (12, 5)), matmul, LINE, (TP,)
     ),
     "experts": Program(
         experts,
@@ -245,12 +239,6 @@ PROGRAMS: Mapping[str, Program] = {
         (DP, TP),
     ),
     "extrema": Program(
-        vocabulary_maximum,
-        (P(DP),),
-        (P(), P(DP)),
-        ((12, 12),),
-        one_device_extrema,
-        LINE,
-        (DP,),
+        vocabulary_maximum, (P(DP),), (P(), P(DP)), ((12, 12),), one_device_extrema, LINE, (DP,)
     ),
 }

@@ -308,13 +308,7 @@ CASES = (
         lambda: [*floats((6, 6)), IDS],
         "local maximum,local softmax,sum of averages,offset by one",
     ),
-    Case(
-        masked_mean,
-        (ROWS, ROWS),
-        EQUAL,
-        lambda: [*floats((6,)), IDS > 0],
-        "padding,local mean",
-    ),
+    Case(masked_mean, (ROWS, ROWS), EQUAL, lambda: [*floats((6,)), IDS > 0], "padding,local mean"),
     Case(
         ring,
         (ROWS,) * 4,
@@ -323,13 +317,7 @@ CASES = (
         "last block dropped,not hidden,mask stays",
     ),
     Case(causal, (ROWS,), ROWS, lambda: floats((6, 2)), "order of blocks,position,border"),
-    Case(
-        scan,
-        (ROWS, ROWS),
-        ROWS,
-        lambda: floats((48,), (48, 2)),
-        "one hop,wraps,detached",
-    ),
+    Case(scan, (ROWS, ROWS), ROWS, lambda: floats((48,), (48, 2)), "one hop,wraps,detached"),
     Case(
         documents,
         (ROWS, ROWS),
@@ -355,11 +343,7 @@ CASES = (
     ),
     Case(normalized, (ROWS,), ROWS, lambda: floats((6, 2)), "local mean,local square"),
     Case(
-        similar,
-        (ROWS, ROWS),
-        EQUAL,
-        lambda: floats((6, 2), (6, 2)),
-        "labels of the first rank,sum",
+        similar, (ROWS, ROWS), EQUAL, lambda: floats((6, 2), (6, 2)), "labels of the first rank,sum"
     ),
     Case(
         rotated,
