@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,7 +64,7 @@ WITHOUT: Final = {
 
 def said(function: Any) -> str:
     """Returns what a docstring says, with those of the functions and families that it refers to."""
-    module, text = inspect.getmodule(inspect.unwrap(function)), inspect.getdoc(function) or ""
+    module, text = sys.modules[inspect.unwrap(function).__module__], inspect.getdoc(function) or ""
     names = {*re.findall(r"\b(?:as|as of|see) `(?:\w+\.)*(\w+)`", text)} - {function.__name__}
     others = [getattr(module, name, None) for name in names]
     families = [importlib.import_module(each) for each in FAMILIES]
