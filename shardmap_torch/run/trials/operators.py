@@ -464,8 +464,9 @@ def _of_extrema(arguments: Mapping[str, Any], out: Any, masks: Set[float]) -> Se
         return [_open(x, other, torch.gt, masks)]
     extreme = _kept(arguments, out[0] if isinstance(out, tuple) else out)
     condition, finite = _open(x, extreme, torch.eq, masks)
-    alone = extreme.numel() == x.numel()  # maxima of one entry
-    return [(condition, finite & (not alone))]
+    dims = arguments.get("dim")
+    others = finite.sum([*range(x.ndim)] if dims is None or dims == [] else dims, keepdim=True) > 1
+    return [(condition, finite & others)]  # but for maxima of one entry
 
 
 def tied(arguments: Mapping[str, Any], out: Any, parts: int) -> Sequence[Condition]:

@@ -48,22 +48,24 @@ class Seen:
         true: those that were true.
         false: those that were false.
         patterns: of what ranks make of many entries, in which ways it was distributed over them.
-        apart: those of numbers that ranks have other ones of.
-        mixed: those that were true on a rank and false on another, of the same entry.
+        apart: of those of numbers, in which parts of dims ranks have other numbers (`_by_part`).
+        mixed: in which parts they were true on a rank and false on another, of the same entry.
     """
 
     true: set[Condition] = field(default_factory=set)
     false: set[Condition] = field(default_factory=set)
     patterns: dict[Condition, set[Pattern]] = field(default_factory=dict)
-    apart: set[Condition] = field(default_factory=set)
-    mixed: set[Condition] = field(default_factory=set)
+    apart: dict[Condition, Tensor] = field(default_factory=dict)
+    mixed: dict[Condition, Tensor] = field(default_factory=dict)
 
     def add(self, other: "Seen") -> None:
         """Adds what another run has met."""
         self.true |= other.true
         self.false |= other.false
-        self.apart |= other.apart
-        self.mixed |= other.mixed
+        for mine, others in ((self.apart, other.apart), (self.mixed, other.mixed)):
+            for condition, parts in others.items():
+                known = mine.get(condition, parts)
+                mine[condition] = known | parts if known.shape == parts.shape else parts
         for condition, patterns in other.patterns.items():
             self.patterns.setdefault(condition, set()).update(patterns)
 
@@ -79,8 +81,15 @@ class Seen:
                 where = "all ranks" if rank < 0 else f"rank {rank} and not on all"
                 shown = str(value).lower()
                 return f"{name} is never {shown} on {where} for random inputs, at {site}"
-        for site, name, _, _ in sorted(self.apart - self.mixed, key=str):
-            return f"the condition of {name} is the same on all ranks for random inputs, at {site}"
+        for condition in sorted(self.apart, key=str):
+            site, name, _, _ = condition
+            same = self.apart[condition] & ~self.mixed[condition]
+            if bool(same.any()):
+                where = "" if bool(same.all()) else " in a part of its entries"
+                return (
+                    f"the condition of {name} is the same on all ranks{where} for random inputs, "
+                    f"at {site}"
+                )
         return None
 
     @property
@@ -297,7 +306,7 @@ class Watched(_Body):
     summarizes: bool = False
     unknown: UntriedError | None = None
     _summaries: dict[Condition, dict[int, Tensor]] = field(default_factory=dict)
-    _pieces: dict[Condition, dict[int, tuple[Tensor, float]]] = field(default_factory=dict)
+    _pieces: dict[Condition, dict[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     fixed: list[bool] = field(default_factory=list)
     steps: list[tuple[Any, ...]] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
@@ -314,8 +323,11 @@ class Watched(_Body):
         self.summarizes = True
         self._summaries.setdefault(met, {})[rank] = flags
 
-    def note_pieces(self, met: Condition, rank: int, signs: Tensor, numbers: float) -> None:
-        """Notes where a condition of one rank's numbers is true (1), and where false (-1)."""
+    def note_pieces(self, met: Condition, rank: int, signs: Tensor, numbers: Tensor) -> None:
+        """Notes where a condition of one rank's numbers is true (1), and where false (-1).
+
+        Of the numbers what tells them from others, for each part of each dim.
+        """
         self._pieces.setdefault(met, {})[rank] = signs, numbers
 
     def compare_ranks(self) -> None:
@@ -324,13 +336,13 @@ class Watched(_Body):
             self.seen.patterns[met] = set(_patterns(by_rank))
         for met, pieces in self._pieces.items() if self.draw.style.is_varied else ():
             signs, numbers = zip(*pieces.values(), strict=True)
-            if len({*numbers}) == 1 or len({x.shape for x in signs}) > 1:
+            if len({x.shape for x in signs}) > 1:
                 continue
-            stacked = torch.stack(signs)
-            if bool((stacked.count_nonzero(0) > 1).any()):
-                self.seen.apart.add(met)
-            if bool((stacked.amax(0) > 0).logical_and(stacked.amin(0) < 0).any()):
-                self.seen.mixed.add(met)
+            stacked, others = torch.stack(signs), torch.stack(numbers)
+            several = _by_part((stacked.count_nonzero(0) > 1).double()) > 0
+            mixed = (stacked.amax(0) > 0).logical_and(stacked.amin(0) < 0)
+            self.seen.apart[met] = several & (others != others[0]).any(0)
+            self.seen.mixed[met] = _by_part(mixed.double()) > 0
 
     def leave(self, leaves: Sequence[Any]) -> None:
         tensors = [base_of(x) for x in leaves if isinstance(x, Tensor)]
@@ -567,16 +579,39 @@ class _Watch(_Wide):
         self, met: Condition, pieces: tuple[Tensor, Tensor], of: Sequence[Tensor]
     ) -> None:
         """Notes where a condition is true, and the numbers of this rank that it is of."""
-        if numbers := [_digest(x) for x in of if x.is_floating_point()]:
-            condition, is_open = pieces
+        condition, is_open = pieces
+        numbers = [x for x in of if x.is_floating_point()]
+        if numbers:
             signs = torch.where(is_open, torch.where(condition, 1, -1), 0).to(torch.int8)
-            self._watched.note_pieces(met, self._rank, signs, sum(numbers))
+            told = sum([_by_part(_weighted(x, signs.shape)) for x in numbers])
+            self._watched.note_pieces(met, self._rank, signs, torch.as_tensor(told))
 
 
-def _digest(x: Tensor) -> float:
-    """Returns a sum that changes with any finite entry, and where entries change places."""
+def _weighted(x: Tensor, shape: torch.Size) -> Tensor:
+    """Returns numbers whose sums change with any entry, and where entries change places.
+
+    Those of an operand, for each entry of a condition; if it has another shape, their sum for all.
+    """
     weights = torch.arange(x.numel(), dtype=torch.float64).cos().reshape(x.shape)
-    return float((x.nan_to_num(0.0, 0.0, 0.0) * weights).sum())
+    found = x.nan_to_num(0.0, 0.0, 0.0) * weights
+    try:
+        return found.expand(shape)
+    except RuntimeError:
+        return found.sum().expand(shape)
+
+
+_PARTS: Final = 32
+
+
+def _by_part(x: Tensor) -> Tensor:
+    """Sums over each of up to 32 parts of each dim, one dim after the other."""
+    sums = []
+    for dim, size in enumerate(x.shape):
+        each = x.movedim(dim, 0).reshape(size, -1).sum(1)
+        count = min(size, _PARTS)
+        places = torch.arange(size) * count // max(size, 1)
+        sums.append(each.new_zeros(count).index_add_(0, places, each))
+    return torch.cat(sums) if sums else x.reshape(1)
 
 
 _CASTS: Final = ("_to_copy", "to")
