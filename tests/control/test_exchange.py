@@ -136,6 +136,7 @@ def test_a_connection_without_the_token_is_not_taken_for_a_rank(
             yield listener
 
     monkeypatch.setattr(module, "_listeners", listens)
+    monkeypatch.setattr(module, "_HELLO", 0.2)  # so long each stranger is waited for
     hosts = iter([secrets.token_hex(8) for _ in range(2)])
     if ranks_are == "on two hosts":
         monkeypatch.setattr(module, "_host", lambda: next(hosts))

@@ -53,7 +53,7 @@ def problems_of(name: str, ends: Sequence[Told]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("odd", "every"), [(1, 3), *(pytest.param(odd, 1, marks=pytest.mark.faults) for odd in (0, 1))]
+    ("odd", "every"), [(1, 8), *(pytest.param(odd, 1, marks=pytest.mark.faults) for odd in (0, 1))]
 )
 def test_a_departing_rank_gives_every_rank_an_error(odd: int, every: int, tmp_path: Path) -> None:
     names = list(VARIANTS)[::every]

@@ -76,6 +76,7 @@ def measured(function: Any, *args: Any, ranks: int = 2, seconds: float) -> dict[
     return found
 
 
+@pytest.mark.faults
 def test_calls_and_meshes_of_processes_leave_nothing_closed_or_not() -> None:
     found = measured(some, seconds=300)
     require_flat(found["calls"], objects=0.1, mebibytes=20)
