@@ -113,7 +113,7 @@ def _check(
         )
     if length is None:
         return num_ranks * x.shape[0]
-    if type(length) is not int or length < 0:
+    if type(length) is not int or not 0 <= length < 2**48:
         raise CollectiveError(f"{_NAME}: length={show(length)} is no number of rows.")
     return length
 

@@ -58,14 +58,14 @@ def all_spare(xs: Sequence[Tensor]) -> bool:
 
 def memory_of(x: Tensor) -> int | None:
     """Returns a key that tensors sharing memory have in common; None where unknown."""
-    return memories_of((x,))[0]
+    (storage,) = _storages_of((x,))
+    return None if storage is None else storage._cdata
 
 
-def memories_of(xs: Sequence[Tensor]) -> list[int | None]:
-    """Returns `memory_of` each of several tensors."""
+def _storages_of(xs: Sequence[Tensor]) -> list[torch.UntypedStorage | None]:
     if any(map(functorch.is_functorch_wrapped_tensor, xs)):
         xs = [*map(base_of, xs)]
-    return [x.untyped_storage()._cdata if x.layout is torch.strided else None for x in xs]
+    return [x.untyped_storage() if x.layout is torch.strided else None for x in xs]
 
 
 def apart(
@@ -75,19 +75,19 @@ def apart(
 
     A plain argument is one value on all ranks: writing into a result that is a view of it, as into
     a shard, would change it on this rank alone. DTensor arguments do not count: a result may be a
-    view of their local tensors. While Dynamo traces, memory cannot be compared: `sharing` gives,
-    by their positions, the argument whose memory a result may have; None is any.
+    view of their local tensors. Memory that numpy or dlpack give is copied, whosever it is. While
+    Dynamo traces, `sharing` maps results to arguments whose memory they may have; None is any.
     """
     if torch.compiler.is_dynamo_compiling():
         return _traced_apart(results, arguments, sharing)
     kind = dtensor_class()
-    others = [x for x in arguments if type(x) is not kind]
-    plain = [x for x in others if type(x) is Tensor or _is_plain(x)]
-    used = {*memories_of(plain)} - {None} if plain else set()
-    if not used:
+    plain = [x for x in arguments if type(x) is not kind and (type(x) is Tensor or _is_plain(x))]
+    if not plain:
         return list(results)
-    pairs = zip(results, memories_of(results), strict=True)
-    return [y.clone() if memory in used else y for y, memory in pairs]
+    storages = _storages_of([*plain, *results])
+    used = {s._cdata for s in storages[: len(plain)] if s is not None}
+    pairs = zip(results, storages[len(plain) :], strict=True)
+    return [y.clone() if s and (s._cdata in used or not s.resizable()) else y for y, s in pairs]
 
 
 def _is_plain(x: Any) -> bool:

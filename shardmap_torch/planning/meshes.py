@@ -259,7 +259,7 @@ class _Search:
     def _extended(self, candidate: Candidate) -> Candidate | None:
         """Carries the figures of few layers on; None where all are few."""
         layers = self.layers or 0
-        for few in range(1, layers // 4):
+        for few in range(1, min(layers // 4, MAX_RANKS)):
             if layers % few:  # stages of a pipeline have equally many, and divide them
                 continue
             with suppress(ShardMapError):

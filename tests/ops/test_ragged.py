@@ -244,6 +244,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str]] = {
         {},
         "ragged_all_to_all: length=1.5 is no number of rows.",
     ),
+    "no room for the length": (
+        lambda x: ragged_all_to_all(x, "tp", send_sizes=[1, 1], length=2**62)[0],
+        {},
+        "ragged_all_to_all: length=4611686018427387904 is no number of rows.",
+    ),
     "no rows": (
         lambda x: ragged_all_to_all(x.sum(), "tp", send_sizes=[1, 1])[0],
         {},

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from shardmap_torch import (
     CommunicationError,
@@ -31,7 +32,7 @@ from shardmap_torch import (
 from shardmap_torch.backends import process_group
 from shardmap_torch.backends.communicator import Wire
 from shardmap_torch.backends.traffic import counting_bytes
-from tests.programs.support.everywhere import run_on, same
+from tests.programs.support.everywhere import ON_EVERY_MESH, run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
@@ -153,10 +154,16 @@ def aliasing(mesh: Mesh) -> None:
             return x
 
         same(shard_map(write, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(x), x)
+    for borrow in (from_dlpack, lambda x: torch.from_numpy(x.numpy()[1:]), Tensor.detach):
+        shard_map(borrow, mesh=mesh, in_specs=P(), out_specs=P())(x).zero_()
+    same(x, torch.arange(4.0))
 
 
-def test_a_result_that_travelled_shares_no_memory_with_the_operand(gloo: Gloo) -> None:
-    run_on("gloo", aliasing, gloo)
+@ON_EVERY_MESH
+def test_a_result_that_travelled_or_is_borrowed_shares_no_memory_with_the_operand(
+    kind: str, gloo: Gloo
+) -> None:
+    run_on(kind, aliasing, gloo)
 
 
 def failure(mesh: Mesh) -> None:

@@ -75,25 +75,10 @@ JUNK: Final[tuple[Callable[[], Any], ...]] = (
     *(lambda: [EvilRepr()], lambda: {"a": None}, lambda: (i for i in range(3)), lambda: {1, 2}),
     *(lambda: print, lambda: torch.float32, lambda: P, lambda: I, lambda: slice(None)),
     *(lambda: torch.tensor(1), lambda: torch.ones(2, 2), lambda: np.ones(3), lambda: "tp" * 1000),
-    *(
-        lambda: "a\0b",
-        lambda: np.int64(3),
-        lambda: range(10**12),
-        lambda: partial(print),
-        lambda: Mesh,
-    ),
-    *(
-        lambda: torch.ones(2, device="meta"),
-        lambda: Path("a\0"),
-        lambda: Fraction(1, 2),
-        lambda: Sub,
-    ),
-    *(
-        lambda: nn.LazyLinear(3),
-        lambda: MagicMock(),
-        lambda: torch.jit.script(nn.ReLU()),
-        lambda: np,
-    ),
+    *(lambda: "a\0b", lambda: np.int64(3), lambda: range(10**12), lambda: partial(print)),
+    *(lambda: Mesh, lambda: torch.ones(2, device="meta"), lambda: Path("a\0")),
+    *(lambda: Fraction(1, 2), lambda: Sub, lambda: nn.LazyLinear(3), lambda: MagicMock()),
+    *(lambda: torch.jit.script(nn.ReLU()), lambda: np),
     *(lambda: P("zz"), lambda: ("a", ("b",)), lambda: tuple(range(5000)), lambda: nn.Linear(2, 2)),
 )
 """Makes what no argument can be, or only some."""
