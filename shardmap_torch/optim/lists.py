@@ -39,7 +39,8 @@ def foreach(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: 
 
     Runs `torch._foreach_<name>`, one kernel for many tensors on CUDA. torch has no batching rules
     of these: where only vmaps are active, as in batched bodies, it runs on what they batch, and
-    under other functorch transforms one operator after the other.
+    under other functorch transforms one operator after the other. So it does where a tensor that
+    all share needs a gradient, which torch 2.14 fails to compute.
 
     Example:
         >>> foreach("add", [torch.ones(1)], [torch.ones(1)], alpha=2.0)
@@ -48,9 +49,10 @@ def foreach(name: str, *operands: Sequence[Tensor] | Tensor | float, **scalars: 
     lists = [operand for operand in operands if isinstance(operand, list)]
     if not lists[0]:
         return []
-    found = beneath_vmaps(lambda *own: [_fused(f"_foreach_{name}", own, scalars)], operands)
-    if found is not None:
-        return found[0]
+    if not any([isinstance(o, Tensor) and o.requires_grad for o in operands]):
+        found = beneath_vmaps(lambda *own: [_fused(f"_foreach_{name}", own, scalars)], operands)
+        if found is not None:
+            return found[0]
     single: Any = getattr(torch, name)
     return [
         single(*(o[i] if isinstance(o, list) else o for o in operands), **scalars)

@@ -112,7 +112,7 @@ def zero(
     Its `update` takes pending gradients, reduce-scatters them, updates each rank's shard of the
     parameters and all-gathers the new ones: it sends 2(n-1)/n of their bytes, as an all-reduce of
     the gradients does, with 1/n of the state and of the update on each of n ranks. It runs in a
-    body. Shapes and types of the new parameters: those of the old ones.
+    body. Parameters keep shapes and types; errors are those of `sync_gradients`, `global_norm`.
 
     `init` is called outside of a body, on global parameters; `specs` gives the specs of the state,
     whose moments have the global shapes of the parameters, so that a checkpoint of it loads on a
@@ -126,8 +126,6 @@ def zero(
         max_norm: clips gradients by their global norm, after they are summed.
         bucket_bytes: the largest buffer of gradients, and of shards; see `sync_gradients`.
         comm_dtype: dtype in which gradients are sent and added.
-
-    Raises: in `update`, as `sync_gradients` and `global_norm`.
 
     Source: Rajbhandari et al. 2020 (ZeRO, stages 1 and 2);
     `torch.distributed.optim.ZeroRedundancyOptimizer`; Megatron-LM's distributed optimizer.

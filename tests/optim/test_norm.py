@@ -81,6 +81,11 @@ def test_a_smaller_norm_leaves_the_tree_bit_for_bit() -> None:
     assert zeros[0].equal(torch.zeros(3))
 
 
+def test_clipping_has_a_derivative_also_by_the_norm() -> None:
+    x = torch.tensor([3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: clip_by_global_norm([x, 2 * x])[0], x)
+
+
 def test_one_scalar_is_reduced_for_each_set_of_axes() -> None:
     mesh = make_mesh(MESH, AXES, kind="abstract")
     specs = {"a": P("tp"), "b": P(None, "tp"), "c": P("dp", "tp"), "d": P("tp", "dp"), "e": P()}

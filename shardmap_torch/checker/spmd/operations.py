@@ -21,13 +21,7 @@ from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.repairs import is_divided
-from shardmap_torch.checker.rules.infer import (
-    Types,
-    draws,
-    is_factor,
-    named_tensors,
-    type_results,
-)
+from shardmap_torch.checker.rules.infer import Types, draws, is_factor, named_tensors, type_results
 from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
 from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted

@@ -13,11 +13,7 @@ from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.core.autograd_state import grad_mode
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.engine import (
-    DisableTorchFunction,
-    FakeTensor,
-    OpOverload,
-)
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor, OpOverload
 from shardmap_torch.spec import P
 
 X = TypeVar("X")

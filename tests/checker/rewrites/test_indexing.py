@@ -152,14 +152,7 @@ def _entry(y: Tensor, i: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        _added,
-        _added_to_itself,
-        _column,
-        _written_before_and_after,
-        _entry,
-    ],
+    "write", [_added, _added_to_itself, _column, _written_before_and_after, _entry]
 )
 def test_a_rank_writes_into_its_own_row(write: Callable[[Tensor, Any], None]) -> None:
     def body(x: Tensor) -> Tensor:
@@ -298,10 +291,7 @@ AT: Final = torch.tensor(2)
 
 @pytest.mark.parametrize(
     "part",
-    [
-        lambda x, at: torch.narrow(x, 0, at, 2),
-        lambda x, at: x.narrow(start=at, dim=1, length=3),
-    ],
+    [lambda x, at: torch.narrow(x, 0, at, 2), lambda x, at: x.narrow(start=at, dim=1, length=3)],
 )
 def test_a_rank_reads_from_its_own_start(part: Callable[[Tensor, Any], Tensor]) -> None:
     assert_right(

@@ -235,6 +235,17 @@ def diagonal(step: Step) -> list[Sharded]:
     return [Sharded((*kept, unsharded(global_shape[-1])))]
 
 
+def windows(step: Step) -> list[Sharded]:
+    """Lays out windows of a dim, which must be unsharded, in a last one; or, backward, that dim."""
+    (x,), ((_, shape),) = step.shards, step.results
+    rank = min(len(x.dims), len(shape))
+    dim = step.arguments.get("dim", step.arguments.get("dimension")) % max(rank, 1)
+    for whole in (dim, *range(rank, len(x.dims))):
+        _require_all(x, whole)
+    dims = [unsharded(n) if at in (dim, rank) else x.dims[at] for at, n in enumerate(shape)]
+    return [Sharded(tuple(dims))]
+
+
 def unsqueeze(step: Step) -> list[Sharded]:
     """Lays out a tensor with a dim of size 1 put in."""
     (x,) = step.shards
@@ -246,9 +257,6 @@ def repeat(step: Step) -> list[Sharded]:
     """Lays out copies side by side: of one entry they are equal entries, as `expand` makes them.
 
     Those of a sharded dim are blocks, within each of which it is sharded.
-
-    Raises:
-        UnrelatedError: it copies another number of times on one device.
     """
     (x,) = step.shards
     counts, ((local, global_shape),) = step.arguments["repeats"], step.results

@@ -122,7 +122,7 @@ EACH: Final = {
     1: "reflection_pad1d replication_pad1d",
     2: "tril tril_ triu triu_ reflection_pad2d replication_pad2d _linalg_eigh _linalg_svd linalg_qr"
     " col2im",
-    3: "reflection_pad3d replication_pad3d",
+    3: "reflection_pad3d replication_pad3d im2col",
 }
 """Operations on each of the tensors that the last dims, as many as this, hold."""
 

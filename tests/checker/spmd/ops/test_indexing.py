@@ -6,14 +6,10 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardmap_torch import I, P, R, all_gather, all_reduce, explain, shard_map
-from tests.checker.support.one_device import (
-    RANKS,
-    assert_is_one_device,
-    assert_is_refused,
-    numbers,
-)
+from tests.checker.support.one_device import RANKS, assert_is_one_device, assert_is_refused, numbers
 
 Body = Callable[..., Tensor]
 
@@ -199,6 +195,7 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     ),
     "diagonals": (lambda x: x.diagonal(0, 1, 2).cos(), (X,), (P("a"),), P("a")),
     "windows": (lambda x: x.unfold(1, 3, 2).sin(), (X,), (P("a", None, "b"),), P("a", None, "b")),
+    "patches": (lambda x: functional.unfold(x[:, None], 2).cos(), (X,), (P("a"),), P("a")),
     "parts, each of which is sharded": (
         gated,
         (numbers(4, 3, 8),),
@@ -221,8 +218,11 @@ def test_positions_in_shards_are_those_of_one_device(name: str) -> None:
     assert_is_one_device(*RIGHT[name])
 
 
-@pytest.mark.parametrize("name", [name for name in RIGHT if "has one" in name])
-def test_what_a_rank_has_one_row_of_is_proven(name: str) -> None:
+PROVEN: Final = ["windows", "patches", *(name for name in RIGHT if "has one" in name)]
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_layouts_prove_windows_and_what_a_rank_has_one_row_of(name: str) -> None:
     body, args, in_specs, out_specs = RIGHT[name]
     mapped = shard_map(body, mesh=RANKS, in_specs=in_specs, out_specs=out_specs, check="global")
     assert "tried with numbers" not in str(explain(mapped, *args))
@@ -397,7 +397,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (X,),
         (P(None, "a"),),
         P(None, "a"),
-        "torch does not know",
+        "it takes dim 1 apart, which is sharded",
     ),
     "searched in a shard": (
         lambda s, x: torch.searchsorted(s, x),
