@@ -23,8 +23,7 @@ LOGGER: Final = logging.getLogger("shardmap_torch")
 PATIENCE: Final = 2.0
 """Seconds after which it tells where the work is."""
 
-_AGAIN: Final = 10.0
-"""Seconds after which it tells so again."""
+_AGAIN: Final = 10.0  # seconds after which it tells so again
 
 _STAGES: Final = {
     "find_repair": "trying repairs of what is refused",
@@ -53,8 +52,7 @@ class _Watch(threading.Thread):
     def __init__(self, work: str, name: str) -> None:
         super().__init__(name=f"shardmap {work}", daemon=True)
         self._what, self._began = f"{work} {name}", monotonic()
-        self._worker, self._ended = threading.get_ident(), threading.Event()
-        self._has_told = False
+        self._worker, self._ended, self._has_told = threading.get_ident(), threading.Event(), False
 
     def run(self) -> None:
         patience = PATIENCE
@@ -75,5 +73,7 @@ def _place(frame: FrameType | None) -> str:
     site, stage = site_of(frame), ""
     while frame is not None and not stage:
         stage = _STAGES.get(frame.f_code.co_name, "") if is_own(frame) else ""
+        if stage and "error" in frame.f_locals:  # of what it is the consequence
+            stage += " because " + str(frame.f_locals["error"]).partition("\n")[0].rstrip(".")
         frame = frame.f_back
     return "".join([f", {stage}" * bool(stage), f", at {site}" * (site is not None)])

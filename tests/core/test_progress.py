@@ -61,6 +61,19 @@ def test_the_stage_of_a_global_check_is_named() -> None:
     assert any(stage in line for line in HEARD)
 
 
+@pytest.mark.usefixtures("impatient")
+def test_the_step_that_layouts_do_not_prove_is_named_while_numbers_are_tried() -> None:
+    why = "because body: check='global': searchsorted is not what it is on one device"
+
+    def body(x: Tensor) -> Tensor:
+        time.sleep(0 if any(why in line for line in HEARD) else 0.06)
+        return torch.searchsorted(x.sort()[0], x)
+
+    f = shard_map(body, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"), check="global")
+    f(torch.randn(2, 4))
+    assert any(f"trying it with random numbers {why}" in line for line in HEARD)
+
+
 @pytest.mark.parametrize(("variable", "value"), [(progress.VARIABLE, "0"), ("RANK", "1")])
 @pytest.mark.usefixtures("impatient")
 def test_nobody_tells_who_is_told_to_be_silent_or_is_another_rank(

@@ -152,11 +152,7 @@ def values(mesh_size: Sequence[int], case: Case, body: Body, out: P) -> list[Ten
     if not checked:  # unchecked, every axis has to be named
         specs = [P(*s.entries, replicate={"dp", "tp"} - set(s.mentioned)) for s in specs]
     mapped = shard_map(
-        body,
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=out,
-        check="global" if checked else False,
+        body, mesh=mesh, in_specs=tuple(specs), out_specs=out, check="global" if checked else False
     )
     return outcome(mapped, (X, W))
 
@@ -210,11 +206,7 @@ def test_an_error_of_the_code_does_not_tell_the_shapes_of_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        lambda x: x * int(axis_index("dp")),
-        lambda x: x if axis_index("dp") == 0 else x * 2,
-    ],
+    "body", [lambda x: x * int(axis_index("dp")), lambda x: x if axis_index("dp") == 0 else x * 2]
 )
 def test_a_branch_on_the_rank_is_advised_to_stay_a_tensor(body: Callable[[Tensor], Tensor]) -> None:
     mapped = shard_map(body, mesh=RANKS, in_specs=P("dp"), out_specs=P("dp"))
