@@ -189,9 +189,6 @@ def _problems(value: object, hint: Any, raised: Exception | None) -> Iterator[st
     if not _fits(value, hint):
         yield f"is no {_text(hint)}"
         return
-    name = getattr(value, "__qualname__", None)
-    if isinstance(raised, TypeError) and name and str(raised).startswith(f"{name}()"):
-        yield f"cannot be called as it is here: {raised}"
     if isinstance(raised, KeyError):
         yield from _unknown(value, raised.args[0])
     if isinstance(value, str | PathLike):
@@ -210,7 +207,7 @@ def _problems(value: object, hint: Any, raised: Exception | None) -> Iterator[st
 
 def _unknown(value: object, key: object) -> Iterator[str]:
     """Yields how an argument explains that a mapping lacks a key."""
-    named = [value, *value] if isinstance(value, str | tuple | list) else [value]
+    named = [value, *islice(value, 1000)] if isinstance(value, Sequence) else [value]
     if any(type(each) is type(key) and each == key for each in named):
         yield f"names {show(key)}, which is unknown"
     elif isinstance(value, Mapping) and key not in value:
@@ -220,10 +217,13 @@ def _unknown(value: object, key: object) -> Iterator[str]:
 def _oddities(leaf: object, raised: Exception | None) -> Iterator[str]:
     """Yields what is wrong with a leaf of an argument."""
     if not isinstance(leaf, Tensor):
+        name = getattr(leaf, "__qualname__", None)
+        if isinstance(raised, TypeError) and name and str(raised).startswith(f"{name}()"):
+            yield f"cannot be called as it is here: {raised}"
         if isinstance(raised, AttributeError) and raised.obj is leaf:
             yield f"has no .{raised.name}"
-        called = re.findall(r"(\w+)\(\)", str(raised))
-        if isinstance(leaf, type) and any(hasattr(leaf, name) for name in called):
+        called = re.findall(r"(\w+)\(\)", str(raised)) if isinstance(leaf, type) else []
+        if any(hasattr(leaf, name) for name in called):
             yield "is a class, and no value of it"
         return
     base = base_of(leaf)
@@ -251,7 +251,7 @@ def _fits(value: object, hint: Any) -> bool:
     wanted = origin or (type(None) if hint is None else hint)
     wanted = (float, int) if wanted is float else wanted
     try:
-        is_one = isinstance(value, wanted)
+        is_one = issubclass(type(value), wanted)  # an instance may lie about its class
     except TypeError:  # a protocol
         return True
     if is_one and len(parts) == 2 and isinstance(value, dict):

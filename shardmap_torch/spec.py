@@ -5,7 +5,7 @@ from math import prod
 from typing import Final, TypeAlias
 
 from shardmap_torch.core.caching import memo
-from shardmap_torch.errors import SpecError, counted
+from shardmap_torch.errors import SpecError, counted, show
 from shardmap_torch.report.page import Page, Shown, Table
 from shardmap_torch.types import AxisType, I, Partial, R, S
 
@@ -196,14 +196,14 @@ def _read_entry(entry: Entry | list[str]) -> Entry:
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
         return tuple(entry) or None  # no axis shards it
     raise SpecError(
-        f"P takes an axis name, a tuple of axis names or None for a dim, not {entry!r}."
+        f"P takes an axis name, a tuple of axis names or None for a dim, not {show(entry)}."
     )
 
 
 def _read_names(keyword: str, names: Iterable[str] | str) -> frozenset[str]:
     axes = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (names,)
     if not all(isinstance(axis, str) for axis in axes):
-        raise SpecError(f"P({keyword}=...) takes axis names, not {names!r}.")
+        raise SpecError(f"P({keyword}=...) takes axis names, not {show(names)}.")
     return frozenset(axes)
 
 

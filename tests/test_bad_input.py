@@ -2,10 +2,12 @@
 
 import os
 import re
+from collections import UserList
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -45,33 +47,19 @@ from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.errors import listing
 from shardmap_torch.lax import slicing
 from tests.support.bad_calls import library_call, method_call
-from tests.support.bad_input import internal_errors, limited
+from tests.support.bad_input import Draw, any_call, internal_errors, limited
 from tests.support.fuzzing import sized
 
 NUM_SEEDS = sized(150, 5_000)
 FIRST = int(os.environ.get("SHARDMAP_FUZZ_SEED", "0"))
 
 
-def test_junk_is_refused_by_name_and_leaves_nothing_behind() -> None:
-    found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS)))
-    assert not found, "\n".join(found)
-    assert_nothing_is_left()
-
-
-def test_junk_for_the_libraries_is_refused_by_name_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("choose", [any_call, library_call, method_call])
+def test_junk_is_refused_by_name_and_leaves_nothing_behind(
+    choose: Callable[[Draw], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some junk is a folder's name
-    found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS), library_call))
-    assert not found, "\n".join(found)
-    assert_nothing_is_left()
-
-
-def test_junk_for_methods_of_what_public_functions_return_is_refused_by_name_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS), method_call))
+    found = list(internal_errors(range(FIRST, FIRST + NUM_SEEDS), choose))
     assert not found, "\n".join(found)
     assert_nothing_is_left()
 
@@ -158,6 +146,13 @@ def test_a_tensor_of_inference_mode_has_gradients_on_ranks() -> None:
     assert torch.equal(torch.func.grad(lambda x: mapped(x).sum())(x), torch.full((4,), 2.0))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e5m2])
+def test_ranks_compare_results_of_dtypes_that_torch_cannot_compare(dtype: torch.dtype) -> None:
+    mapped = shard_map(torch.clone, mesh=GRID, in_specs=P(), out_specs=P(), check=False)
+    assert mapped(torch.ones(4).to(dtype)).dtype == dtype
+
+
 def test_tiled_is_true_or_false() -> None:
     mapped = shard_map(
         lambda x: all_gather(x, "a", dst=I, tiled=[1]),  # type: ignore[arg-type]
@@ -238,12 +233,12 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (GRID.rank_at, (), {}, "argument: 'place'; it is Mesh.rank_at(self, place)."),
     (EXPLAINED_PROGRAM.html, ("no/where",), {}, "cannot be used: No such file or directory."),
     (EXPLAINED_PROGRAM.html, ("a\0b",), {}, "path='a\\x00b' cannot be used: embedded null byte."),
-    (
-        SGD.init,
-        (torch.Tensor,),
-        {},
-        "params=<class 'torch.Tensor'> is a class, and no value of it.",
-    ),
+    (SGD.init, (torch.Tensor,), {}, "out of the tree:\n  : <class 'torch.Tensor'>"),
+    (lax.switch, (0, [double], X, X), {}, "takes 1 positional argument but 2 were given."),
+    (optim.adamw().init, ({"w": torch.bits8},), {}, "out of the tree:\n  w: torch.bits8"),
+    (GRID.num_ranks, (UserList([1]),), {}, "axes=[1] names 1, which is unknown."),
+    (EXPLAINED_PROGRAM.html, (MagicMock(spec=str),), {}, "is no str | pathlib.Path."),
+    (EXPLAINED_PROGRAM.with_rows, (list[int],), {}, "'Row' object is not iterable."),
     (SGD.update, (X, X, 3), {}, "Optimizer.update: state=3 is no dict[str, Any]."),
     (GROUP.allreduce, ([X, X], None), {}, "A group takes lists of one tensor, not of 2."),
 ]

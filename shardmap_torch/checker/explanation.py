@@ -1,6 +1,7 @@
 """`Explanation`: the operations of a program line by line, as data, as text and as a page."""
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -8,9 +9,10 @@ from typing import Any, Final
 
 from shardmap_torch.checker.ir.program import Equation, ProgramPath, show_types
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.contracts import call_given
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.source_location import Site
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.report.page import Entry, Line, Page, Shown, Table, page_of_error
 from shardmap_torch.report.units import show_bytes, show_seconds
@@ -254,10 +256,10 @@ class Explanation(Shown):
         """Returns the explanation with other rows, backwards included."""
 
         def changed(rows: Sequence[Row]) -> tuple[Row, ...]:
-            return tuple(change(replace(row, backward=changed(row.backward))) for row in rows)
+            found = [replace(row, backward=changed(row.backward)) for row in rows]
+            return tuple(call_given(change, (row,), {}, SpecError, "with_rows") for row in found)
 
-        paths = tuple(replace(path, rows=changed(path.rows)) for path in self.paths)
-        return replace(self, paths=paths)
+        return replace(self, paths=tuple(replace(p, rows=changed(p.rows)) for p in self.paths))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the explanation as what JSON has."""
@@ -347,13 +349,11 @@ def _entries(rows: Sequence[Row]) -> dict[Line, list[Entry]]:
 
     The collectives of a backward stand below those of the forward, and the rest of it follows.
     """
-    found: dict[Line, dict[Entry, int]] = {}
+    found: dict[Line, Counter[Entry]] = defaultdict(Counter)
     for row in sorted(rows, key=lambda row: row.is_backward):
         is_below = row.is_backward and row.collective is not None and row.equation.forward
         if row.site is not None and not is_below:
-            entries = found.setdefault((row.site.file, row.site.line), {})
-            entry = _entry(row)
-            entries[entry] = entries.get(entry, 0) + row.times
+            found[row.site.file, row.site.line][_entry(row)] += row.times
     return {
         line: [replace(entry, times=times) for entry, times in entries.items()]
         for line, entries in sorted(found.items())

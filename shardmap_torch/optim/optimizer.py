@@ -251,9 +251,9 @@ def _is_bool(value: object) -> bool:
 
 def _reject_complex(params: Tree) -> None:
     wrong = [
-        f"{path}: {leaf.dtype}"
+        f"{path}: {leaf.dtype if isinstance(leaf, Tensor) else show(leaf)}"
         for path, leaf in zip(leaf_paths(params), flatten(params)[0], strict=True)
-        if not leaf.is_floating_point()
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point()
     ]
     if wrong:
         head = "An optimizer takes real floating parameters; leave others out of the tree:"
