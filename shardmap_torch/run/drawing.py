@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.backends.rank import RankBackend
-from shardmap_torch.checker.interpreter.result_types import DRAW
+from shardmap_torch.checker.interpreter.result_types import draw_of
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Monitor, Redraws
@@ -129,7 +129,7 @@ class _Mode(TorchDispatchMode):
             return func(*args, **kwargs)
         drawing = self._drawing
         monitor = drawing.monitor
-        seed = drawing.seed(None if monitor is None else monitor.note((DRAW, str(func))).types)
+        seed = drawing.seed(None if monitor is None else monitor.note(draw_of(func)).types)
         generators = _generators(arguments)
         states = [generator.get_state() for generator in generators]
         try:

@@ -31,11 +31,7 @@ from tests.programs.support.harness import global_value
 from tests.support.pool import Gloo
 
 SHAPE = (8, 4, 6)
-SPECS = [
-    P("dp"),
-    P("tp", None, "dp"),
-    P(None, ("tp", "dp")),
-]
+SPECS = [P("dp"), P("tp", None, "dp"), P(None, ("tp", "dp"))]
 DRAWS: list[Callable[..., Tensor]] = [
     random.bits,
     random.uniform,
@@ -138,10 +134,7 @@ def test_sharing_is_a_type() -> None:
     sharded = partial(random.normal, shape=(4, 2048), spec=P(None, "tp"))
     assert types_in(sharded, KEY) == {"dp": "K", "tp": "V"}
     assert types_in(sharded, KEY, check="global") == {"dp": "K", "tp": "S(1)"}
-    assert types_in(lambda key: sharded(random.fold_axis(key, "dp")), KEY) == {
-        "dp": "V",
-        "tp": "V",
-    }
+    assert types_in(lambda key: sharded(random.fold_axis(key, "dp")), KEY) == {"dp": "V", "tp": "V"}
     assert types_in(lambda key: random.split(key)[1], KEY) == {"dp": "K", "tp": "K"}
 
 

@@ -20,6 +20,7 @@ from shardmap_torch import (
     check_program,
     checkpoint,
     convert,
+    grad,
     make_mesh,
     shard_map,
     typeof,
@@ -179,6 +180,21 @@ def test_dropout_of_an_invariant_value_keeps_its_gradient_right() -> None:
     assert x.grad is not None
     assert set(x.grad.tolist()) <= {0.0, 2.0}
     assert x.grad.sum() == loss
+
+
+@pytest.mark.parametrize("derivative", [grad, torch.func.grad])
+def test_dropout_in_a_gradient_that_a_body_takes(derivative: Any) -> None:
+    mesh = make_mesh((2, 2), AXES, kind="simulated")
+
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            return all_reduce(functional.dropout(x * w, 0.5).sum(), "dp", dst=I)
+
+        taken: Tensor = derivative(loss)(w)
+        return all_reduce(taken, "dp", dst=I)
+
+    f = shard_map(body, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P(), check="global")
+    assert {*f(torch.ones(64), torch.ones(2, 64)).tolist()} == {0.0, 2.0, 4.0}
 
 
 def checkpointed(mesh: Mesh) -> None:

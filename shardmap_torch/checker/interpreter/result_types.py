@@ -28,7 +28,10 @@ from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
 from shardmap_torch.types import AxisType, I, K, R, V
 
-DRAW = "draw"
+
+def draw_of(op: OpOverload) -> tuple[str, str]:
+    """Returns how a draw is recorded, in place or not: functorch makes one of the other."""
+    return "draw", op._schema.name.removesuffix("_")
 
 
 def drawn_types(
@@ -36,11 +39,8 @@ def drawn_types(
 ) -> Types | None:
     """Returns V along the axes over which the ranks draw different numbers, K along the others.
 
-    Records the draw for the runs. Returns None if runs do not seed it: for no draw, one from the
-    user's own generator, and one inside of an operator.
-
-    Raises:
-        ShardTypeError: another path, which a run cannot distinguish, has other types.
+    Records the draw for the runs, or returns None if they do not seed it: one from the user's own
+    generator, or inside of an operator. Another path with other types is a ShardTypeError.
     """
     if not may_draw(op) or not draws(op, arguments):
         return None
@@ -52,7 +52,7 @@ def drawn_types(
     interpreter.traits.draws = True
     own = _own_axes(interpreter, scope, op, arguments)
     types = tuple(V if at in own else K for at in range(len(interpreter.axes)))
-    note, advice = scope.monitor.note((DRAW, str(op))), "draw before it, or from a random key."
+    note, advice = scope.monitor.note(draw_of(op)), "draw before it, or from a random key."
     interpreter.note_types(note, types, "a draw is", advice)
     return types
 
@@ -62,12 +62,8 @@ def _own_axes(
 ) -> frozenset[int]:
     """Returns the axes, by position, over which each rank draws its own numbers."""
     outs = signature_of(op).outs
-    read = [
-        interpreter.storage_type(tensor)
-        for name, value in arguments.items()
-        if name not in outs
-        for tensor in tensors_of(value)
-    ]
+    given = [value for name, value in arguments.items() if name not in outs]
+    read = [interpreter.storage_type(tensor) for value in given for tensor in tensors_of(value)]
     if all(map(_is_from_nothing, read)):
         return frozenset(at for at, axis in enumerate(interpreter.axes) if axis in scope.axes)
     # Memory without a type yet, as of empty_like, is batched like its model.

@@ -422,6 +422,13 @@ def instance_norm(
     return functional.group_norm(x, x.shape[1], weight, bias, eps)
 
 
+def dropout(host: Host, x: Tensor, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Any:
+    """Computes it by a mask made like `x`; under functorch torch makes it by local sizes."""
+    if inplace or not training or not 0 < p < 1 or not retrieve_all_functorch_interpreters():
+        return NotImplemented
+    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
 def bilinear(host: Host, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Tensor:
     """Computes it in two products: torch's operator for all three has no rule."""
     products = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
@@ -448,6 +455,7 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     functional.adaptive_avg_pool3d: average_of(3),
     functional.instance_norm: instance_norm,
     functional.bilinear: bilinear,
+    functional.dropout: dropout,
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
     functional.linear_cross_entropy: linear_cross_entropy,
@@ -489,14 +497,10 @@ def _signature(rewrite: Rewrite) -> Signature:
 _NAMES: Final = {"input": "x", "tensor": "x", "self": "x", "linear_weight": "w"}
 """Names of the first argument."""
 
+_ATTRIBUTES: Final = "dtype shape ndim itemsize nbytes layout".split()
 METADATA: Final = frozenset(
-    (
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("dtype", "shape", "ndim", "itemsize", "nbytes", "layout")
-        ),
-        *(Tensor.numel, Tensor.dim, Tensor.element_size, Tensor.is_floating_point),
-        *(Tensor.is_complex, torch.is_floating_point, torch.is_complex),
-    )
+    [getattr(Tensor, name).__get__ for name in _ATTRIBUTES]
+    + [Tensor.numel, Tensor.dim, Tensor.element_size, Tensor.is_floating_point]
+    + [Tensor.is_complex, torch.is_floating_point, torch.is_complex]
 )
 """Functions of one tensor that read nothing of its values: most calls that a body makes."""

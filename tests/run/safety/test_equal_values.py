@@ -194,13 +194,7 @@ def product(w: Tensor, x: Tensor) -> Tensor:
 
 def copies(debug: bool) -> list[str]:
     mesh = make_mesh((2, 2), ("dp", "tp"))
-    f = shard_map(
-        product,
-        mesh=mesh,
-        in_specs=(P(None, "tp"), P("dp")),
-        out_specs=P(),
-        debug=debug,
-    )
+    f = shard_map(product, mesh=mesh, in_specs=(P(None, "tp"), P("dp")), out_specs=P(), debug=debug)
     w: Any = device_put(torch.ones(3, 4), mesh, P(None, "tp"))
     found = []
     for changed in ([], [3], [0, 2]):
