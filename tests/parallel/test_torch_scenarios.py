@@ -24,15 +24,7 @@ from torch.nn import functional
 from shardmap_torch import Mesh, P, SpecError, loss_parallel, parallel, parallelize, use_mesh
 from tests.parallel import models
 from tests.parallel.beside_torch import Row, assert_same, by_torch, by_us
-from tests.parallel.support.plans import (
-    S0,
-    S1,
-    R,
-    linear,
-    llama_plan,
-    sequence_plan,
-    style,
-)
+from tests.parallel.support.plans import S0, S1, R, linear, llama_plan, sequence_plan, style
 from tests.programs.support.harness import global_value, random, worker_mesh
 from tests.support.pool import Gloo
 

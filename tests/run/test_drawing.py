@@ -20,6 +20,7 @@ from shardmap_torch import (
     check_program,
     checkpoint,
     convert,
+    explain,
     grad,
     make_mesh,
     shard_map,
@@ -165,6 +166,12 @@ def test_both_strictnesses_type_draws_by_their_operand(check: Any) -> None:
     first = {"dp": "S(0)", "tp": "K"} if check == "global" else {"dp": "V", "tp": "K"}
     assert shown[0] == first
     assert shown[1] == {"dp": "K", "tp": "K"}
+
+
+@pytest.mark.parametrize("draw", [functional.gumbel_softmax, functional.dropout, torch.rand_like])
+def test_draws_like_a_sharded_operand_are_shards(draw: Callable[[Tensor], Tensor]) -> None:
+    f = shard_map(draw, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check="global")
+    assert explain(f, torch.ones(4, 8)).one_device == "proven"
 
 
 def test_dropout_of_an_invariant_value_keeps_its_gradient_right() -> None:

@@ -173,7 +173,7 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
     op: rule
     for rule, names in (
         (_copied, "clone detach alias lift_fresh"),
-        (_pointwise, "copy_ copy _to_copy masked_fill.Scalar"),
+        (_pointwise, "copy_ copy _to_copy masked_fill.Scalar exponential_ geometric_"),
         (_pointwise, "to.dtype to.dtype_layout to.device to.other"),
         (_pointwise, "masked_fill_.Scalar where.self where.ScalarOther where.ScalarSelf"),
         (_pointwise, "fill_.Scalar fill_.Tensor zero_ zeros_like ones_like full_like empty_like"),
