@@ -580,7 +580,7 @@ class _Watch(_Wide):
     ) -> None:
         """Notes where a condition is true, and the numbers of this rank that it is of."""
         condition, is_open = pieces
-        numbers = [x for x in of if x.is_floating_point()]
+        numbers = [x for x in of if x.dtype != torch.bool and not x.is_complex()]
         if numbers:
             signs = torch.where(is_open, torch.where(condition, 1, -1), 0).to(torch.int8)
             told = sum([_by_part(_weighted(x, signs.shape)) for x in numbers])

@@ -191,6 +191,26 @@ def test_a_condition_has_to_be_met_in_each_part_of_its_entries(name: str) -> Non
         check_program(mapped(body), X, W)
 
 
+COUNTED: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "gt": lambda n, x: torch.where(n > 224, x, -x),
+    "clamp": lambda n, x: (n - 224).clamp(0, 1) * x,
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_integers_of_which_each_rank_has_others_are_told_apart_too(name: str) -> None:
+    """On one device the sum may be 36, and that of a rank 18: in rare draws alone this matters."""
+
+    def body(large: Tensor, ids: Tensor, x: Tensor) -> Tensor:
+        n = (ids % 4).sum() + 64 * (large % 8)
+        return all_reduce(COUNTED[name](n, x).sum(), "cp", dst=I)
+
+    mesh = make_mesh((2,), ("cp",), kind="simulated")
+    f = mapped(body, mesh=mesh, in_specs=(P(), P("cp"), P("cp")))
+    with pytest.raises(ShardTypeError, match=f"the condition of {name} is the same on all ranks"):
+        check_program(f, torch.tensor(3), torch.arange(12), X[0])
+
+
 BIAS: Final = torch.zeros(4)
 NEVER: Final = "on the ranks the condition of {} is never {} for random inputs, at test_by"
 UNSEEN: Final[dict[str, tuple[Change, str]]] = {
