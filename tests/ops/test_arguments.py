@@ -151,10 +151,7 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
         "redistribute: src dim=2 is no dim of the operand; it has 2 dims.",
     ),
     # lengths
-    (
-        lambda x: reduce_scatter(x, "tp", dim=1),
-        f"reduce_scatter: dim has size 3, {DIVIDE}",
-    ),
+    (lambda x: reduce_scatter(x, "tp", dim=1), f"reduce_scatter: dim has size 3, {DIVIDE}"),
     (
         lambda x: all_to_all(x, "tp", split_dim=1, concat_dim=0),
         f"all_to_all: split_dim has size 3, {DIVIDE}",
@@ -194,10 +191,7 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
         "reduce_scatter: sizes= needs tiled=True.",
     ),
     # ranks
-    (
-        lambda x: broadcast(x, "tp", 2, dst=I),
-        "broadcast: source=2 is none of the 2 ranks of 'tp'.",
-    ),
+    (lambda x: broadcast(x, "tp", 2, dst=I), "broadcast: source=2 is none of the 2 ranks of 'tp'."),
     (
         lambda x: broadcast(x, "tp", True, dst=I),
         "broadcast: source=True is none of the 2 ranks of 'tp'.",

@@ -246,6 +246,8 @@ def _compare(
             except RefutedError as refuted:
                 sizes = comparison.sizes(call)
                 raise RefutedError(f"{refuted}, {sizes}" if sizes else str(refuted)) from None
+            except RuntimeError as error:  # of torch, as where it lacks a derivative
+                raise UntriedError(f"it fails with {_reason(error)!r}") from error
         return comparison
 
     for counts in COUNTS:

@@ -117,20 +117,16 @@ class Program:
     ) -> Values:
         values: Values = dict(zip(self.verdict.result.match.paths, results, strict=True))
         leaves = {at: x for at, x in inputs.items() if x.requires_grad}
-        pairs = [
-            (y, draw.cotangent(position, y))
-            for position, y in enumerate(results)
-            if is_smooth(y) and y.requires_grad
-        ]
+        smooth = [(at, y) for at, y in enumerate(results) if is_smooth(y) and y.requires_grad]
+        pairs = [(y, draw.cotangent(at, y)) for at, y in smooth]
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if leaves and pairs:
             ys, cotangents = zip(*pairs, strict=True)
             gradients = torch.autograd.grad(ys, [*leaves.values()], cotangents, allow_unused=True)
         paths = self.call.match.paths
         named = {GRADIENT + paths[at]: g for at, g in zip(leaves, gradients, strict=True)}
-        return {
-            name: x.detach() if isinstance(x, Tensor) else x for name, x in (values | named).items()
-        }
+        both = (values | named).items()
+        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in both}
 
 
 def _stop(difference: Difference) -> NoReturn:

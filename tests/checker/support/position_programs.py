@@ -21,14 +21,7 @@ from shardmap_torch import (
 
 _AXES: Final = ("a", "b")
 _SIZES: Final = ((2, 2), (2, 4), (4, 2))
-_SPECS: Final = (
-    P("a"),
-    P(None, "a"),
-    P("a", "b"),
-    P("b", "a"),
-    P(("a", "b")),
-    P(None, ("b", "a")),
-)
+_SPECS: Final = (P("a"), P(None, "a"), P("a", "b"), P("b", "a"), P(("a", "b")), P(None, ("b", "a")))
 
 
 class _Drawn:

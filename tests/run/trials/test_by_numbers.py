@@ -260,6 +260,19 @@ def test_what_random_numbers_do_not_see_is_refused_at_its_line(what: str) -> Non
     assert text in str(caught.value)
 
 
+def test_a_program_that_torch_fails_to_differentiate_is_not_tried() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        def loss(w: Tensor) -> Tensor:
+            y = torch.searchsorted(x.sort(-1)[0], x).to(w.dtype)
+            return all_reduce((y @ w).square().sum(), "cp", dst=I)
+
+        g = all_reduce(torch.func.grad(loss)(w), "cp", dst=I)
+        return torch._foreach_mul([g, g], g.norm())[0]
+
+    with pytest.raises(ShardTypeError, match="over 'cp': it fails with 'inconsistent range"):
+        mapped(body)(X, W)
+
+
 @pytest.mark.parametrize(
     ("end", "text"),
     [
