@@ -15,12 +15,12 @@ from shardmap_torch.backends.communicator import GlooWire, TracedGlooWire, Trace
 from shardmap_torch.backends.rank import LOCAL_MOVEMENTS, LocalMovement, RankBackend, on_one_rank
 from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
 from shardmap_torch.backends.traffic import TALLIES, pass_door
-from shardmap_torch.collectives.operations import Collective, Planned
+from shardmap_torch.collectives.operations import Collective, Extremum, Planned
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.control.board import RankGroup
 from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
-from shardmap_torch.core.caching import Memo, constant, lazy
+from shardmap_torch.core.caching import Memo, constant, lazy, memo
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import unviewed
 from shardmap_torch.core.torch_private.engine import current_graph_task_id, is_profiling
@@ -131,7 +131,8 @@ class ProcessGroupBackend(RankBackend):
             return on_one_rank(move, collective, x)
         on_wire = _on_wire(move)
         if not isinstance(line.wire, TracedWire):
-            return _send(line, partial(_eager, on_wire), collective, self, x)
+            told = collective if move == collective.move else _extremum(move, collective)
+            return _send(line, partial(_eager, on_wire), told, self, x)
         if x.dtype in _CONVERTED:
             return _converted(on_wire, line, collective, x)
         return on_wire(line, collective, x)
@@ -210,8 +211,7 @@ def _constants(
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
-    found: bool = dist.get_backend(group) == "gloo"
-    return found
+    return bool(dist.get_backend(group) == "gloo")
 
 
 def _move_here(
@@ -227,13 +227,13 @@ def _copy(c: Collective, _: object, x: Tensor) -> Tensor:
 OnWire: TypeAlias = Callable[[Line, Collective, Tensor], Tensor]
 """Does one movement with the other ranks of a line."""
 
+_extremum: Final = memo(Extremum)
 
-def _send(
-    line: Line, act: Callable[..., T], c: Collective, backend: ProcessGroupBackend, x: Tensor
-) -> T:
+
+def _send(line: Line, act: Callable[..., T], c: Any, backend: ProcessGroupBackend, x: Tensor) -> T:
     """Begins a collective in eager code: counts its bytes, and compares what the ranks are at."""
     if TALLIES:  # as `pass_door`, whose call each collective would pay
-        pass_door(c, x.nbytes, len(line.order))
+        pass_door(getattr(c, "total", c), x.nbytes, len(line.order))
     if is_profiling():
         act = partial(_recorded, act, backend.site())
     control = current()
@@ -269,8 +269,7 @@ def _converted(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:
 
 def _on_wire(move: str) -> OnWire:
     """Returns what does a movement; one without a function here is done to all ranks' operands."""
-    known = WIRE.get(move)
-    return partial(_gathered, move) if known is None else known
+    return WIRE.get(move) or partial(_gathered, move)
 
 
 def _gathered(move: str, line: Line, c: Collective, x: Tensor) -> Tensor:

@@ -34,13 +34,8 @@ OWN = {  # what the odd rank raises by itself
     "returns early": "RuntimeError",
 }
 QUICK = [
-    "other order",
-    "a copy of a shard differs",
-    "left out",
-    "other gather size",
-    "other static",
-    "rejected on one",
-    "other mesh",
+    *("other order", "a copy of a shard differs", "left out", "unchecked other operator"),
+    *("other gather size", "other static", "rejected on one", "other mesh"),
 ]
 
 

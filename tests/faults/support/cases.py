@@ -156,6 +156,13 @@ def unchecked_other_order(k: Kit) -> None:
         known(X if not k.odd else X[:4])
 
 
+def unchecked_other_operator(k: Kit) -> None:
+    op: Any = "max" if k.odd else "min"
+    f = k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I, op=op), check=False)
+    for _ in range(2):  # an error of the next call
+        f(X)
+
+
 def autocast_on_one(k: Kit) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=k.odd):
         k.map(lambda x: all_reduce((x @ x.mT).sum(), k.axes, dst=I))(X)
