@@ -16,6 +16,7 @@ from shardmap_torch.core.source_location import error_site
 from shardmap_torch.errors import show
 from shardmap_torch.run.trials.dependence import ZERO, Dependence, tolerance
 from shardmap_torch.run.trials.draws import (
+    APART,
     FARTHER,
     LEVELLED,
     ODD,
@@ -126,7 +127,10 @@ class Comparison:
             if number < _TIES or self._seen[0].lacks_ties or 0 < self._uneven < _UNEVEN:
                 self._try(replace(next(draws), style=style), partly=True)
         in_pieces = self._asks_finite or any(seen.true or seen.false for seen in self._seen)
-        for style in ODD * in_pieces + UNDEFINED * self._asks_finite + LEVELLED * self._summarizes:
+        are_several = sum(is_real(like.dtype) for like in self.one.likes.values()) > 1
+        special = APART * are_several + ODD * in_pieces
+        special += UNDEFINED * self._asks_finite + LEVELLED * self._summarizes
+        for style in special:
             self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)
         for style in FARTHER:
@@ -279,7 +283,7 @@ class Comparison:
         for name in sorted(values.keys() ^ expected.keys()):
             where = "on one device" if name in values else "on the ranks"
             raise RefutedError(f"{where} there is no result {name}")
-        slack = _ODD_SLACK if draw.style in (*ODD, *UNDEFINED) else 1.0
+        slack = _ODD_SLACK if draw.style in (*APART, *ODD, *UNDEFINED) else 1.0
         differences = {name: _difference(values[name], x, slack) for name, x in expected.items()}
         lost = {name for name, what in differences.items() if isinstance(what, str)}
         if lost and not draw.style.tied:

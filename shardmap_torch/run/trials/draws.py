@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.functorch import is_smooth
+
 
 @dataclass(frozen=True)
 class Like:
@@ -34,11 +36,12 @@ class Style:
         signed: whether each argument has a sign of its own for the shift.
         pattern: how booleans and integers lie along a dim, by a name of `PATTERNS`.
         tied: whether floating numbers are few, so that many are equal, and slices of them too.
-        rows: whether each row has a scale of its own, down to the smallest.
+        rows: between which powers of ten the scale of each row is; None if they have one.
         jitter: by which part of itself each floating number is off.
         levels: how the floating numbers of one block lie, and those of the others, by names of
             `LEVELS`; None if all are alike.
         odd: what one floating number of each argument is; None if it is like the others.
+        decades: by how many the arguments' scales differ from 1, from the first to the last one.
     """
 
     scale: float = 1.0
@@ -46,10 +49,11 @@ class Style:
     signed: bool = False
     pattern: str = "random"
     tied: bool = False
-    rows: bool = False
+    rows: tuple[float, float] | None = None
     jitter: float = 0.0
     levels: tuple[str, str] | None = None
     odd: float | None = None
+    decades: float = 0.0
 
     @property
     def is_varied(self) -> bool:
@@ -93,9 +97,10 @@ SHIFTED: Final = (
 FARTHER: Final = (
     *[Style(pattern="limits")] * 6,
     *(Style(scale=scale) for scale in (1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1e3)),
-    *[Style(rows=True)] * 3,
+    *[Style(rows=(-18.0, 1.0))] * 3,
     *(Style(scale=scale) for scale in (1e-2, 1e-3, 1e-4, 1e-5, 1e-7)),
     *(Style(scale=1e-5, shift=1.0, signed=signed) for signed in (False, True, True)),
+    *[Style(rows=(-1.5, 1.5)), Style(rows=(-18.0, 1.0))] * 10,
 )
 """Styles that meet pieces which the others have missed."""
 
@@ -121,6 +126,9 @@ ODD: Final = (
     *(Style(levels=levels) for levels in (EMPTY, FAR)),
 )
 """Styles in which one number, or one block, is of another size, as one rank alone may have it."""
+
+APART: Final = tuple(Style(decades=sign * by) for by in (2.0, 5.0) for sign in (1, -1))
+"""Styles in which a number that ranks have of their own is not hidden by a large one of all."""
 
 UNDEFINED: Final = tuple(Style(odd=odd) for odd in (math.nan, math.inf, -math.inf))
 """Styles for programs that ask whether numbers are finite."""
@@ -167,6 +175,8 @@ class Draw:
         """Draws the arguments by position."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn = {at: self._draw(at, like, generator) for at, like in likes.items()}
+        if self.style.decades:
+            drawn = self._apart(drawn)
         if self.style.jitter:
             drawn = {at: self._jittered(x, generator) for at, x in drawn.items()}
         return {
@@ -175,6 +185,13 @@ class Draw:
             )
             for at, x in drawn.items()
         }
+
+    def _apart(self, drawn: dict[int, Tensor]) -> dict[int, Tensor]:
+        smooth, by = [at for at, x in drawn.items() if is_smooth(x)], self.style.decades
+        order = torch.randperm(len(smooth), generator=torch.Generator().manual_seed(int(abs(by))))
+        powers = torch.linspace(-by, by, max(2, len(smooth))).tolist()
+        scales = {smooth[place]: 10.0**power for place, power in zip(order, powers, strict=False)}
+        return {at: x * scales[at] if at in scales else x for at, x in drawn.items()}
 
     def _jittered(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if not (x.is_floating_point() or x.is_complex()):
@@ -215,9 +232,9 @@ class Draw:
         if style.tied:
             drawn = (2 * drawn).real.round() / 2 if dtype.is_complex else (2 * drawn).round() / 2
             drawn = _repeated(drawn, generator)
-        if style.rows and drawn.ndim:
-            sizes = torch.empty(drawn.shape[:-1]).uniform_(-18.0, 1.0, generator=generator)
-            drawn = drawn * (10.0 ** sizes.double()).unsqueeze(-1)
+        if style.rows is not None and drawn.ndim:
+            powers = torch.empty(drawn.shape[:-1]).uniform_(*style.rows, generator=generator)
+            drawn = drawn * (10.0 ** powers.double()).unsqueeze(-1)
         if style.levels is not None and drawn.ndim:
             drawn = self._levelled(at, drawn, style.levels, generator)
         if style.odd is not None and drawn.numel():

@@ -607,7 +607,8 @@ def _by_part(x: Tensor) -> Tensor:
     """Sums over each of up to 32 parts of each dim, one dim after the other."""
     sums = []
     for dim, size in enumerate(x.shape):
-        each = x.movedim(dim, 0).reshape(size, -1).sum(1)
+        others = [other for other in range(x.ndim) if other != dim]
+        each = x.sum(others) if others else x
         count = min(size, _PARTS)
         places = torch.arange(size) * count // max(size, 1)
         sums.append(each.new_zeros(count).index_add_(0, places, each))

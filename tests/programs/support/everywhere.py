@@ -35,7 +35,7 @@ def run_on(
         size = 1
         for length in shape:
             size *= length
-        gloo(size).run(_in_worker, scenario, tuple(shape), tuple(names))
+        gloo(size).run(_in_worker, scenario, tuple(shape), tuple(names), timeout=90)
     else:
         scenario(make_mesh(shape, names, kind="simulated", simulate=kind))
 
