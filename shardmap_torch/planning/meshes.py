@@ -236,7 +236,7 @@ class _Search:
         axes: names of the axes.
         hardware: on which steps are estimated.
         layers: of the step; None where `build` takes no number.
-        known: the last call that was checked, by the axes that have several ranks and its layers.
+        known: calls that were checked, by their options and the axes that have several ranks.
         programs: what these did, up to sizes.
     """
 
@@ -244,8 +244,8 @@ class _Search:
     axes: tuple[str, ...]
     hardware: Hardware
     layers: int | None
-    known: dict[Any, Dry] = field(default_factory=dict)
-    programs: set[int] = field(default_factory=set)
+    known: dict[str, Dry] = field(default_factory=dict)
+    programs: set[tuple[str, int]] = field(default_factory=set)
 
     def candidate(self, sizes: tuple[int, ...], options: Mapping[str, Any]) -> Candidate:
         """Estimates a step."""
@@ -276,22 +276,23 @@ class _Search:
         """Estimates a step after a check of it, or of one that does the same in other sizes."""
         mesh, options = candidate.mesh, candidate.options
         step, args = self.build(mesh, **options)
-        key = tuple(size > 1 for size in mesh.axis_sizes), options.get("layers")
+        # Types that a body asserts or declares are in no program: other options, another check.
+        key = repr((options, [size > 1 for size in mesh.axis_sizes]))
         dry = checked(step, args, {}, self.known.get(key))
-        run = self._repeated(dry) if dry.resized else None
+        run = self._repeated(key, dry) if dry.resized else None
         if run is None:
             dry = checked(step, args, {}) if dry.resized else dry
             run = run_dry(dry.call, self.hardware.counts, compares=True)
             self.known[key] = dry
-            self.programs.add(run.program)
+            self.programs.add((key, run.program))
         figures = Estimate(run, self.hardware).to_json()
         return replace(candidate, figures=figures, checked=not dry.resized)
 
-    def _repeated(self, dry: Dry) -> DryRun | None:
+    def _repeated(self, key: str, dry: Dry) -> DryRun | None:
         """Runs a step of other sizes; None where it does something else than what was checked."""
         with suppress(Departure):
             run = run_dry(dry.call, self.hardware.counts, compares=True)
-            if run.program in self.programs:
+            if (key, run.program) in self.programs:
                 return run
         return None
 

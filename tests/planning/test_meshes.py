@@ -9,7 +9,18 @@ from optree import tree_flatten
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from shardmap_torch import I, Mesh, P, ShapeDtype, SpecError, all_reduce, axis_index, nn, shard_map
+from shardmap_torch import (
+    I,
+    Mesh,
+    P,
+    ShapeDtype,
+    SpecError,
+    all_reduce,
+    assert_type,
+    axis_index,
+    nn,
+    shard_map,
+)
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.planning import H100, Hardware, best_mesh, estimate
 from shardmap_torch.planning.meshes import Build
@@ -148,6 +159,21 @@ def test_the_best_step_is_checked_with_all_of_its_layers() -> None:
     ranking = best_mesh(deep, 4, **DEEP, choices={"recompute": (False,), "wrong": (16,)})
     assert [c.figures for c in ranking.candidates] == 3 * [None]
     assert {c.why for c in ranking.candidates} == {"loss: the result does not match out_specs:"}
+
+
+def test_other_options_are_checked_by_themselves() -> None:
+    def build(mesh: Mesh, expected: str) -> Any:
+        def body(x: Tensor) -> Tensor:
+            return assert_type(x * 2, {"dp": expected})
+
+        step = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+        return step, (ShapeDtype((8,)),)
+
+    found = best_mesh(build, 2, axes=("dp",), hardware=H100, choices={"expected": ["V", "I"]})
+    assert [each.why for each in found.candidates] == [
+        "",
+        "body: assert_type expects I over 'dp', but the value is V.",
+    ]
 
 
 @pytest.mark.parametrize(
