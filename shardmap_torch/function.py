@@ -92,7 +92,7 @@ class Function(torch.autograd.Function):
         Raises:
             TransformError: without `forward`; without `setup_context`, in a batched body.
         """
-        if method_of(cls, "forward") is torch.autograd.Function.forward:
+        if method_of(cls, "forward") is method_of(torch.autograd.Function, "forward"):
             raise TransformError(f"{cls.__name__} has no forward: write one in a class of its own.")
         scope = current_scope()
         if scope is None or _LEVELS.is_second_apply(cls):
