@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m shardmap_torch",
-        description="Checks a shard_mapped function for a mesh of any size, without data.",
+        description="Checks a shard_mapped function for a mesh of up to a million ranks, no data.",
         epilog="The exit code is 0 if it is accepted, 1 if not, 2 if the command cannot be run.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

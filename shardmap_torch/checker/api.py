@@ -185,7 +185,7 @@ def _operand(use: Use) -> str:
 def check_program(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
     """Checks a shard_mapped function `f` for these arguments, without running it.
 
-    Tensors may be replaced by `ShapeDtype`; the mesh may be abstract, of any size.
+    Tensors may be replaced by `ShapeDtype`; the mesh may be abstract.
 
     Returns:
         The verdict: specs with every axis typed, results, equations.

@@ -80,7 +80,8 @@ def make_mesh(
     has (gloo on CPU, NCCL on CUDA) and makes one group per axis, so every rank must call it.
 
     Raises:
-        MeshError: sizes, names, views, world size or environment do not match.
+        MeshError: sizes, names, views, world size or environment do not match; there are more than
+            1,048,576 ranks, of an abstract mesh too.
         CollectiveMismatchError: the processes make different meshes.
         CommunicationError: a process did not come in time.
 

@@ -258,7 +258,7 @@ def estimate(f: Callable[..., Any], *args: Any, hardware: Hardware, **kwargs: An
     ranks are not in it. Kernels with `overlap="require"` follow their schedules, chunk by chunk.
 
     Args:
-        f: a function of `shard_map`, on a mesh of any kind; abstract meshes of any size.
+        f: a function of `shard_map`, on a mesh of any kind; abstract ones too.
         *args: its arguments; `ShapeDtype` in place of tensors.
         hardware: `H100`, `this_machine()`, `read_hardware(path)`, or a `Hardware` of your own.
         **kwargs: its keyword arguments.

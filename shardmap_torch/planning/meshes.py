@@ -139,10 +139,10 @@ def best_mesh(
     """Ranks the meshes of `num_ranks` ranks by the estimated time of a step that fits.
 
     Every factorization of the ranks over the axes, in this order, is tried: the step is built,
-    checked and estimated. Steps that call the same operators on the same operands, on the same
-    lines and up to sizes, are checked once, for types do not depend on other sizes; global
-    strictness checks each, and the best one is checked in any case. What cannot be built, such as
-    heads that do not divide, is listed with its reason.
+    checked and estimated. Steps of equal options that call the same operators on the same operands,
+    on the same lines and up to sizes, are checked once, for types do not depend on other sizes;
+    global strictness checks each, and the best one is checked in any case. What cannot be built,
+    such as heads that do not divide, is listed with its reason.
 
     Equal layers cost the same each. With `layers`, steps of few layers are estimated, of twice and
     of four times as many as the mesh needs, and the figures carried on to all layers, marked by
@@ -259,8 +259,8 @@ class _Search:
     def _extended(self, candidate: Candidate) -> Candidate | None:
         """Carries the figures of few layers on; None where all are few."""
         layers = self.layers or 0
-        for few in range(1, min(layers // 4, MAX_RANKS)):
-            if layers % few:  # stages of a pipeline have equally many, and divide them
+        for few in range(1, min((layers - 1) // 4, candidate.mesh.size) + 1):
+            if layers % few:  # as many as stages of a pipeline, which divide them
                 continue
             with suppress(ShardMapError):
                 two, four = (

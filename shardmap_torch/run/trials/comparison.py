@@ -53,7 +53,10 @@ _UNEVEN: Final = 4
 """Minimal number of those in which ranks have an extremum more or less often, if any has."""
 
 _ODD_SLACK: Final = 1e4
-"""The factor by which results of odd numbers may differ more: a square of 1e2 takes four digits."""
+"""The factor by which results of odd numbers may differ more: a square of 1e2 takes four digits.
+
+So does a loss of logits of 1e5, whose gradient is a difference.
+"""
 
 _PROBES: Final = 16
 """Maximal number of limits of an integer argument that are looked at."""

@@ -102,7 +102,7 @@ FARTHER: Final = (
     *(Style(scale=1e-5, shift=1.0, signed=signed) for signed in (False, True, True)),
     *[Style(rows=(-1.5, 1.5)), Style(rows=(-18.0, 1.0))] * 10,
 )
-"""Styles that meet pieces which the others have missed."""
+"""Styles that meet pieces which the others have missed; the last, those of norms of few rows."""
 
 LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
     "mixed": (1.0, 0.0, 0.0),

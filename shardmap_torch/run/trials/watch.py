@@ -601,6 +601,7 @@ def _weighted(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 _PARTS: Final = 32
+"""Maximal number of parts of a dim: single entries of long ones would take more trials to mix."""
 
 
 def _by_part(x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ def run_on(
         size = 1
         for length in shape:
             size *= length
+        # Four processes that each try a program with numbers took 52 s of two slow cores.
         gloo(size).run(_in_worker, scenario, tuple(shape), tuple(names), timeout=90)
     else:
         scenario(make_mesh(shape, names, kind="simulated", simulate=kind))
