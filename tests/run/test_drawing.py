@@ -1,6 +1,7 @@
 """Draws from the default generator are shared as they are typed, on every mesh."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from shardmap_torch import (
     Mesh,
     P,
     R,
+    ShardTypeError,
     TransformError,
     all_reduce,
     assume_constant,
@@ -32,6 +34,7 @@ from tests.support.pool import Gloo
 
 AXES = ("dp", "tp")
 EVERYWHERE = P(AXES)
+BOTH = P(*AXES)
 
 # How each draw is made from x, which may vary; the shape does not depend on it.
 OF_OPERAND: dict[str, Callable[[Tensor], Tensor]] = {
@@ -189,19 +192,54 @@ def test_dropout_of_an_invariant_value_keeps_its_gradient_right() -> None:
     assert x.grad.sum() == loss
 
 
+ENTRIES: list[Any] = [
+    functional.dropout,
+    partial(functional.dropout, inplace=True),
+    partial(functional.alpha_dropout, training=True),
+    lambda x: torch.dropout(x, 0.5, True),
+]
+CHANNELS: list[Any] = [
+    functional.dropout2d,
+    partial(functional.dropout2d, inplace=True),
+    partial(functional.feature_alpha_dropout, training=True),
+    lambda x: functional.dropout1d(x.flatten(2)).view(x.shape),
+    lambda x: functional.dropout3d(x.unsqueeze(4)).squeeze(4),
+    lambda x: torch.feature_dropout(x, 0.5, True),
+]
+
+
 @pytest.mark.parametrize("derivative", [grad, torch.func.grad])
-def test_dropout_in_a_gradient_that_a_body_takes(derivative: Any) -> None:
+@pytest.mark.parametrize("drop", [*ENTRIES, *CHANNELS])
+def test_dropout_in_a_gradient_that_a_body_takes(drop: Any, derivative: Any) -> None:
+    """The gradient is the mask, of one number a channel where channels are dropped."""
     mesh = make_mesh((2, 2), AXES, kind="simulated")
 
-    def body(w: Tensor, x: Tensor) -> Tensor:
-        def loss(w: Tensor) -> Tensor:
-            return all_reduce(functional.dropout(x * w, 0.5).sum(), "dp", dst=I)
+    def body(x: Tensor) -> Tensor:
+        mask: Tensor = derivative(lambda x: all_reduce(drop(x * 1.0).sum(), AXES, dst=I))(x)
+        return mask
 
-        taken: Tensor = derivative(loss)(w)
-        return all_reduce(taken, "dp", dst=I)
+    f = shard_map(body, mesh=mesh, in_specs=BOTH, out_specs=BOTH, check="global")
+    mask = f(torch.ones(4, 32, 3, 2))
+    assert mask.unique().shape == (2,)
+    is_by_channel = bool((mask == mask[..., :1, :1]).all())
+    assert is_by_channel == (drop in CHANNELS)
+    assert (
+        len({tuple(part.flatten().tolist()) for row in mask.chunk(2) for part in row.chunk(2, 1)})
+        == 4
+    )
 
-    f = shard_map(body, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P(), check="global")
-    assert {*f(torch.ones(64), torch.ones(2, 64)).tolist()} == {0.0, 2.0, 4.0}
+
+def test_dropout_of_channels_over_a_sharded_position_is_refused() -> None:
+    """Each rank would drop other channels, where one device drops whole ones."""
+    f = shard_map(
+        functional.dropout2d,
+        mesh=MESH,
+        in_specs=P(None, None, "dp"),
+        out_specs=P(None, None, "dp"),
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match="takes a part of dim 2, which is sharded"):
+        check_program(f, torch.ones(2, 3, 4, 5))
 
 
 def checkpointed(mesh: Mesh) -> None:

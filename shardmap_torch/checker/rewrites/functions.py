@@ -424,9 +424,45 @@ def instance_norm(
 
 def dropout(host: Host, x: Tensor, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Any:
     """Computes it by a mask made like `x`; under functorch torch makes it by local sizes."""
-    if inplace or not training or not 0 < p < 1 or not retrieve_all_functorch_interpreters():
+    is_fused = x.is_cuda and not inplace  # native_dropout, which draws like its operand itself
+    if is_fused or not training or not 0 < p < 1 or not retrieve_all_functorch_interpreters():
         return NotImplemented
-    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+    return _dropped(x, x, p, inplace)
+
+
+def channel_dropout(num_dims: Mapping[int, int], is_alpha: bool = False) -> Rewrite:
+    """Makes the rewrite of a dropout of channels, whose mask torch makes by local sizes.
+
+    `num_dims` says how many dims the mask has, by how many the operand has.
+    """
+
+    def drop(
+        host: Host, x: Tensor, p: Any = 0.5, training: Any = not is_alpha, inplace: Any = False
+    ) -> Any:
+        if x.ndim not in num_dims or not training or not 0 < p < 1:
+            return NotImplemented
+        first = x
+        for dim in range(num_dims[x.ndim], x.ndim):
+            first = first.narrow(dim, 0, 1)
+        return _dropped(x, first, p, inplace, is_alpha)
+
+    return drop
+
+
+def _dropped(x: Tensor, model: Tensor, p: float, inplace: bool, is_alpha: bool = False) -> Tensor:
+    """Drops entries of `x` by a mask that is drawn like `model`."""
+    mask = torch.empty_like(model).bernoulli_(1 - p)
+    if is_alpha:
+        scale = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
+        out = x * (mask * scale) + (mask - 1 + p) * (_ALPHA * scale)
+    else:
+        out = x * mask.div_(1 - p)
+    return x.copy_(out) if inplace else out
+
+
+_ALPHA: Final = 1.7580993408473766
+"""Minus the limit of selu, by which alpha dropout replaces what it drops."""
+_FEATURES: Final = {2: 2, 3: 2, 4: 2, 5: 2}
 
 
 def bilinear(host: Host, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Tensor:
@@ -455,7 +491,19 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     functional.adaptive_avg_pool3d: average_of(3),
     functional.instance_norm: instance_norm,
     functional.bilinear: bilinear,
-    functional.dropout: dropout,
+    **dict.fromkeys((functional.dropout, torch.dropout), dropout),
+    functional.dropout1d: channel_dropout({2: 1, 3: 2}),
+    functional.dropout2d: channel_dropout({3: 2, 4: 2}),
+    functional.dropout3d: channel_dropout({4: 1, 5: 2}),
+    torch.feature_dropout: channel_dropout(_FEATURES),
+    **dict.fromkeys(
+        (functional.alpha_dropout, torch.alpha_dropout),
+        channel_dropout({ndim: ndim for ndim in range(9)}, is_alpha=True),
+    ),
+    **dict.fromkeys(
+        (functional.feature_alpha_dropout, torch.feature_alpha_dropout),
+        channel_dropout(_FEATURES, is_alpha=True),
+    ),
     functional.one_hot: one_hot,
     functional.cross_entropy: cross_entropy,
     functional.linear_cross_entropy: linear_cross_entropy,
