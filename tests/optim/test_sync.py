@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.checker.region import local_region
 from shardmap_torch.nn import fsdp_gather
-from shardmap_torch.optim import buckets, sgd, shard_over, sync_gradients, zero
+from shardmap_torch.optim import buckets, clip_by_global_norm, sgd, shard_over, sync_gradients, zero
 from shardmap_torch.optim.sync import added, reshard_params
 from tests.optim.training import (
     AXES,
@@ -128,6 +129,38 @@ def test_leaves_that_are_summed_alike_travel_together() -> None:
     # scale is scattered by itself, then summed over tp; gain has no dim to scatter.
     assert count(mesh, into=True) == 4
     assert count(mesh, into=False, bucket_bytes=1) == len(SPECS)
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "tp"), P("tp", replicate={"dp"})])
+@pytest.mark.parametrize("into", [False, True])
+def test_the_zero_gradient_of_an_unused_parameter_is_summed_too(spec: P, into: bool) -> None:
+    """Zeros are addends of any sum, in each microbatch too; layouts decide it."""
+    mesh = make_mesh(MESH, AXES, kind="simulated")
+    specs = SPECS | {"unused": spec}
+    weights = params() | {"unused": torch.ones(4, 8, dtype=torch.float64)}
+    scattered = shard_over(weights, {**BARE, "unused": P(*spec.entries)}, "dp", mesh)
+
+    def body(weights: Params, x: Tensor) -> Params:
+        optimizer = sgd(0.1)
+        first, second = (torch.func.grad(loss)(weights, part) for part in x.unbind())
+        grads = optree.tree_map(lambda a, b: (a + b) / 2, first, second)
+        if into:
+            return sync_gradients(grads, specs, "dp", into=scattered)
+        grads = sync_gradients(grads, specs, "dp")
+        grads, _ = clip_by_global_norm(grads, specs, max_norm=1.0)
+        return optimizer.update(weights, grads, optimizer.init(weights))[0]
+
+    plain = {name: P(*each.entries) for name, each in specs.items()}
+    f = shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(plain, P(None, "dp", "tp")),
+        out_specs=scattered if into else plain,
+        check="global",
+    )
+    x = torch.stack([batch(0), batch(1)])
+    assert explain(f, weights, x).one_device == "proven"
+    assert f(weights, x)["unused"].unique().tolist() == [float(not into)]
 
 
 def test_gradients_that_are_pending_otherwise_are_an_error_that_names_each_of_them() -> None:

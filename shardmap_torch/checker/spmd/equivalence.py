@@ -138,8 +138,10 @@ class Relation(Observer):
                 if collective is not None:
                     sizes = self._notes.sizes
                     axes = tuple(axis for axis in collective.axes if axis in sizes)
+                    zero = sums.zero
                     sums = self._of_copies(sums, x, axes) if move == "sum" else sums
-                    dims, partial = after(move, Move(collective, axes, shard, sums.partial, sizes))
+                    operand = Move(collective, axes, shard, sums.partial, sizes, zero)
+                    dims, partial = after(move, operand)
                     shard = fitted(dims, tuple(y.shape), global_shape)
                     sums = replace(_without(sums, frozenset(axes)), partial=partial)
                 self._notes.note(y, number, shard)

@@ -142,7 +142,7 @@ class Notes:
                 f"all_reduce or reduce_scatter it over {axis!r} first, or name {axis!r} in "
                 "partial=.",
             )
-        if want - have:
+        if want - have and not self.sums(tensor).zero:  # zeros are addends of any sum
             raise UnrelatedError(
                 f"over {min(want - have)!r} it is not a pending sum, as {spec!r} promises"
             )

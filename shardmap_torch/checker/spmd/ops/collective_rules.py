@@ -44,6 +44,7 @@ class Move:
         x: its operand.
         partial: the axes over which the operand is a pending sum.
         sizes: the size of each axis.
+        zero: whether the operand is known to be zeros, which are addends of any sum.
     """
 
     collective: Collective
@@ -51,6 +52,7 @@ class Move:
     x: ShardedTensor
     partial: frozenset[str]
     sizes: Sizes
+    zero: bool = False
 
 
 def after(name: str, move: Move) -> State:
@@ -92,6 +94,8 @@ def _taken(move: Move) -> frozenset[str]:
     for axis in move.axes:
         if axis not in move.partial:
             dim = move.x.sharded_by(axis)
+            if dim is None and move.zero:
+                continue
             have = "equal on all ranks" if dim is None else f"sharded along dim {dim}"
             raise UnrelatedError(
                 f"over {axis!r} its operand is not a pending sum but {have}",
