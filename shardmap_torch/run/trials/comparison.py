@@ -28,7 +28,7 @@ from shardmap_torch.run.trials.draws import (
     Draw,
     Style,
 )
-from shardmap_torch.run.trials.operators import ASK_FINITE
+from shardmap_torch.run.trials.operators import ASK_FINITE, CLASS_LOSSES
 from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
 from shardmap_torch.run.trials.watch import Seen, UntriedError, Watched
 
@@ -214,7 +214,7 @@ class Comparison:
     @property
     def averages(self) -> bool:
         """True if losses have targets, none of which was ignored in the trials."""
-        return any(name == "nll_loss_forward" for name, *_ in self._steps[0])
+        return any(name in CLASS_LOSSES for name, *_ in self._steps[0])
 
     def report(self, over: str, call: Call) -> str:
         """Formats what was found for a call, over these axes."""
@@ -359,7 +359,7 @@ def _described(error: Exception) -> str:
 
 
 def _losses(steps: Steps) -> set[tuple[Any, ...]]:
-    return {step for step in steps if step[0] == "nll_loss_forward"}
+    return {step for step in steps if step[0] in CLASS_LOSSES}
 
 
 def _step(step: tuple[Any, ...] | None) -> str:

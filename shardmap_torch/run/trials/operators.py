@@ -81,12 +81,21 @@ def _each(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
     return [(length, index) for length, index in pairs if index is not None]
 
 
+CLASS_LOSSES: Final = _names("nll_loss_forward nll_loss2d_forward")
+"""Losses whose targets are classes, or to be ignored: as many as entries along dim 1."""
+
+
+def _classes(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
+    x = a["self"]
+    return [(x.shape[min(1, x.ndim - 1)], a["target"])]
+
+
 LOOKUPS: Final[Mapping[str, Lookup]] = {
     "embedding": lambda a: [(a["weight"].shape[0], a["indices"])],
     **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add"), _along("index")),
     **dict.fromkeys(("index_add", "index_copy"), _along("index")),
     "_embedding_bag": lambda a: [(a["weight"].shape[0], a["indices"])],
-    "nll_loss_forward": lambda a: [(a["self"].shape[-1], a["target"])],
+    **dict.fromkeys(CLASS_LOSSES, _classes),
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _each),
 }
 """Those that look entries up by indices."""
@@ -438,7 +447,7 @@ _MEAN: Final = 1
 
 def ignored_by(name: str, arguments: Mapping[str, Any]) -> frozenset[int]:
     """Returns the targets that an averaged loss leaves out."""
-    is_mean = name == "nll_loss_forward" and arguments["reduction"] == _MEAN
+    is_mean = name in CLASS_LOSSES and arguments["reduction"] == _MEAN
     return frozenset({arguments["ignore_index"]} if is_mean else ())
 
 

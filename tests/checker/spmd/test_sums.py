@@ -18,6 +18,8 @@ from shardmap_torch import (
     all_gather,
     all_reduce,
     axis_size,
+    check_program,
+    explain,
     make_mesh,
     reduce_scatter,
     reinterpret,
@@ -287,3 +289,19 @@ def test_addends_are_written_into_zeros() -> None:
     x = torch.randn(8, 8).double()
     there = on_ranks(added_to_zeros, 1, False)(x)
     torch.testing.assert_close(on_ranks(added_to_zeros, 4, "global")(x), there)
+
+
+def test_a_sum_of_zeros_is_zeros() -> None:
+    """Unless the ranks have parts of them, of which one device has as many as there are ranks."""
+
+    def zeros(x: Tensor) -> Tensor:
+        return all_reduce(torch.zeros_like(x), "dp", dst=I)
+
+    mesh = make_mesh((2,), ("dp",), kind="abstract")
+    whole, parts = (
+        shard_map(zeros, mesh=mesh, in_specs=spec, out_specs=P(), check="global")
+        for spec in (P(), P("dp"))
+    )
+    assert explain(whole, X).one_device == "proven"
+    with pytest.raises(ShardTypeError, match="not a pending sum but sharded along dim 0"):
+        check_program(parts, X)

@@ -473,9 +473,11 @@ def test_everyday_functions_are_tried(change: Change) -> None:
         check_program(g, LEARNED[0], W)
 
 
-def test_sums_of_losses_may_ignore_targets_if_one_device_ignores_the_same() -> None:
+@pytest.mark.parametrize("pixels", [(), (1, 1)])
+def test_sums_of_losses_may_ignore_targets_if_one_device_ignores_the_same(pixels: Any) -> None:
     def loss(x: Tensor, w: Tensor, labels: Tensor, mean: str = "sum") -> Tensor:
         logits = x @ w + convert(gathered(x, w), "cp", src=I, dst=R)
+        logits, labels = (each.reshape(*each.shape, *pixels) for each in (logits, labels))
         reduction = mean if axis_size("cp") == 1 else "sum"
         sums = functional.cross_entropy(logits, labels, reduction=reduction)
         count = labels.numel() if reduction == "sum" else 1
