@@ -204,7 +204,8 @@ def _fitted(dims: tuple[Dim, ...], local: Shape, global_shape: Shape) -> Sharded
                 f"dim {number} of the result, {in_words(dim)}, has size {mine} on a rank and "
                 f"would have {all_} on one device",
                 "write sizes that are right on one device too: -1, x.shape[...], or a size "
-                "divided by axis_size(axis).",
+                "divided by axis_size(axis); in a module that is parallelized, LocalAttributes "
+                "divides those that it keeps.",
             )
     shard = ShardedTensor(dims, local, global_shape)
     axes = shard.axes

@@ -13,6 +13,14 @@ UNSEEN: Final = (
 )
 """Advice for values of which nothing is known, as tangents of gradients are."""
 
+LAYERS: Final = {
+    "embedding": "look ids up by nn.vocab_parallel_embedding",
+    "index": "look ids up by nn.vocab_parallel_embedding",
+    "index_select": "look ids up by nn.vocab_parallel_embedding",
+    "log_softmax": "take the loss by nn.vocab_parallel_cross_entropy",
+}
+"""What layers do instead of operations on shards."""
+
 NUMBER: Final = (
     "a number that depends on local shapes must be right on one device too: multiply sizes by "
     "axis_size(axis)."

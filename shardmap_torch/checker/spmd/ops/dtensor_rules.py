@@ -26,6 +26,7 @@ from shardmap_torch.checker.spmd.layout import (
     size_of_one_rank,
     unsharded,
 )
+from shardmap_torch.checker.spmd.ops.advice import LAYERS
 from shardmap_torch.checker.spmd.ops.losses import IGNORING, is_average
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
 from shardmap_torch.collectives.moves import EXTREMA
@@ -76,7 +77,9 @@ def by_dtensor(step: Step) -> list[Sharded]:
         if answers is None:
             cut = sorted({x.sharded_by(axis) for x in shards} - {None}, key=str)
             where = f"gather dim {' or '.join(map(str, cut))} over {axis!r} first"
-            raise UnrelatedError(_MOVED, f"{where}, or wrap per-rank code in local_region.")
+            layer = LAYERS.get(step.op._schema.name.split("::")[1].removeprefix("_"))
+            advice = [where, *([layer] if layer else []), "or wrap per-rank code in local_region."]
+            raise UnrelatedError(_MOVED, ", ".join(advice))
         if len(answers) < len(step.results):
             raise UnrelatedError("torch does not know how its results are sharded", WRAP)
         for result, answer in enumerate(answers):

@@ -18,7 +18,7 @@ from shardmap_torch.checker.spmd.layout import (
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops.advice import NUMBER
+from shardmap_torch.checker.spmd.ops.advice import LAYERS, NUMBER
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import GATHER, MICROBATCHES, WRAP, Sharded, Step, shards_of
 
@@ -159,7 +159,8 @@ def _resolved(x: ShardedTensor, indices: Sequence[object]) -> list[ShardedTensor
             dims = tuple(x.dims[dim] if at in own else each for at, each in enumerate(index.dims))
             found.append(replace(index, dims=dims))
         elif own or x.dims[dim] == ANY or axes_of(x.dims[dim]):
-            raise UnrelatedError("it picks entries along a dim that is sharded", WRAP)
+            advice = f"{LAYERS['index']}; or {WRAP}" if dim == 0 else WRAP
+            raise UnrelatedError("it picks entries along a dim that is sharded", advice)
         else:
             found.append(index)
     return found

@@ -413,3 +413,11 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_positions_that_mean_others_on_one_device_are_refused(name: str) -> None:
     assert_is_refused(*WRONG[name])
+
+
+@pytest.mark.parametrize(
+    "look_up", [lambda x, ids: functional.embedding(ids, x), lambda x, ids: x[ids]]
+)
+def test_a_lookup_in_a_sharded_table_names_the_layer_that_does_it(look_up: Body) -> None:
+    table = numbers(8, 3)
+    assert_is_refused(look_up, (table, IDS), (P("a"), P()), P(), "nn.vocab_parallel_embedding")
