@@ -324,8 +324,10 @@ def _check_in_specs(in_specs: Tree) -> None:
 
 
 def _check_replay(replay: object, strictness: Strictness | None, donate: Sequence[str]) -> None:
-    if not isinstance(replay, bool) or (replay and strictness is None):
-        raise SpecError(f"replay is a bool, not {show(replay)}, and True only with check.")
+    if not isinstance(replay, bool):
+        raise SpecError(f"replay is True or False, not {show(replay)}.")
+    if replay and strictness is None:
+        raise SpecError("replay=True needs check=True or check='global', not check=False.")
     if replay and donate:
         raise SpecError("replay=True and donate= exclude each other: a replay writes into nothing.")
 

@@ -1,6 +1,7 @@
 """Traced calls run recorded operators, and what they may not record is an error."""
 
 import gc
+import re
 import time
 from typing import Any, Final
 from unittest import mock
@@ -121,9 +122,18 @@ def test_a_recording_leaves_no_tensors_behind(kind: str, gloo: Gloo) -> None:
     run_on(kind, kept, gloo)
 
 
-@pytest.mark.parametrize("wrong", [{"replay": 1}, {"replay": True, "check": False}])
-def test_bad_arguments(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="replay is a bool"):
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"replay": 1}, "replay is True or False, not 1."),
+        (
+            {"replay": True, "check": False},
+            "replay=True needs check=True or check='global', not check=False.",
+        ),
+    ],
+)
+def test_bad_arguments(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(text)):
         shard_map(mlp, mesh=MESH, in_specs=IN, out_specs=P(), **wrong)
 
 
