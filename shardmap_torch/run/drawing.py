@@ -11,6 +11,7 @@ A dispatch mode, active in such bodies only, finds the ATen operations that draw
 """
 
 from collections.abc import Callable, Hashable, Mapping
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final
 
@@ -122,7 +123,7 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not may_draw(func):
+        if not may_draw(func) or _IS_SEEDED.get():
             return func(*args, **kwargs)
         arguments = name_arguments(func, args, kwargs)
         if not draws(func, arguments) or arguments.get("generator") is not None:
@@ -132,6 +133,7 @@ class _Mode(TorchDispatchMode):
         seed = drawing.seed(None if monitor is None else monitor.note(draw_of(func)).types)
         generators = _generators(arguments)
         states = [generator.get_state() for generator in generators]
+        token = _IS_SEEDED.set(True)
         try:
             for generator in generators:
                 generator.manual_seed(seed)
@@ -139,6 +141,11 @@ class _Mode(TorchDispatchMode):
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+            _IS_SEEDED.reset(token)
+
+
+_IS_SEEDED: Final = ContextVar("is_seeded", default=False)
+"""Whether an inner mode makes the draw: code that runs again in a gradient taken by the body."""
 
 
 def _generators(arguments: Mapping[str, Any]) -> list[torch.Generator]:

@@ -261,6 +261,21 @@ def checkpointed(mesh: Mesh) -> None:
     assert torch.equal(global_value(x.grad), global_value(y))
     assert 0 < (global_value(y) > 0).float().mean() < 0.5
 
+    def step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        def loss(x: Tensor) -> tuple[Tensor, Tensor]:
+            y = body(x, w)
+            return all_reduce(y.sum(), "dp", dst=I), y
+
+        gradient, y = torch.func.grad(loss, has_aux=True)(x)
+        return gradient, y
+
+    f = shard_map(
+        step, mesh=mesh, in_specs=(P("dp"), P()), out_specs=(P("dp"), P("dp")), check="global"
+    )
+    gradient, y = (global_value(each) for each in f(x.detach(), w.detach()))
+    assert torch.equal(gradient, y)
+    assert 0 < (y > 0).float().mean() < 0.5
+
 
 def checkpointed_in_worker() -> None:
     checkpointed(worker_mesh((2, 2), AXES))
