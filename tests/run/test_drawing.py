@@ -229,6 +229,30 @@ def test_dropout_in_a_gradient_that_a_body_takes(drop: Any, derivative: Any) -> 
     )
 
 
+PATHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: (torch.rand((x.shape[0], 1)) + 0.5).floor(),
+    "randn": lambda x: torch.randn(x.shape),
+    "empty": lambda x: torch.empty((x.shape[0], 1)).bernoulli_(),
+    "new_empty": lambda x: x.new_empty((x.shape[0], 1)).bernoulli_(),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("spec", [P("dp"), P(("dp", "tp")), P("dp", "tp")])
+def test_as_many_draws_as_a_rank_has_rows_are_a_shard_of_as_many_of_all(name: str, spec: P) -> None:
+    """Ranks along an axis that shards nothing draw alike only where an operand says so."""
+    f = shard_map(
+        lambda x: x * PATHS[name](x), mesh=MESH, in_specs=spec, out_specs=spec, check="global"
+    )
+    shards = {axis for _, entry in spec.sharded_dims for axis in entry}
+    is_of_rows = name != "randn" and spec == P("dp", "tp")
+    if shards == {*AXES} and not is_of_rows or (name, spec) == ("new_empty", P("dp")):
+        assert explain(f, torch.ones(8, 16)).one_device == "proven"
+    else:
+        with pytest.raises(ShardTypeError, match="every rank has a value of its own, from"):
+            check_program(f, torch.ones(8, 16))
+
+
 def test_dropout_of_channels_over_a_sharded_position_is_refused() -> None:
     """Each rank would drop other channels, where one device drops whole ones."""
     f = shard_map(

@@ -336,6 +336,29 @@ def fill(local: Shape, global_shape: Shape) -> tuple[Dim, ...]:
     )
 
 
+def dims_by_size(local: Shape, global_shape: Shape, sizes: Sizes) -> tuple[Dim, ...]:
+    """Lays out a tensor of which only the sizes are known: by the first axes that fit, if any do.
+
+    Example:
+        >>> dims_by_size((2, 1), (4, 1), {"dp": 2, "tp": 2})
+        ((('dp', 2), (None, 2)), ())
+    """
+    free, found = [*sizes], []
+    for mine, all_ in zip(local, global_shape, strict=True):
+        names = next(
+            (
+                names
+                for count in range(len(free) + 1)
+                for names in combinations(free, count)
+                if mine * prod(sizes[axis] for axis in names) == all_
+            ),
+            None,
+        )
+        found.append(ANY if names is None else sharded_dim(all_, names, sizes))
+        free = [axis for axis in free if axis not in (names or ())]
+    return tuple(found)
+
+
 # ------------------------------------------------------------------------------ collectives
 
 

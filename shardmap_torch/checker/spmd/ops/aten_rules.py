@@ -16,6 +16,7 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     axes_of,
     broadcast,
+    dims_by_size,
     expand_dims,
     fill,
     merged,
@@ -103,6 +104,16 @@ def _filled(step: Step) -> list[Sharded]:
     return [Sharded(fill(*shapes)) for shapes in step.results]
 
 
+def _drawn(step: Step) -> list[Sharded]:
+    """Lays out independent random numbers: as many as ranks have are a shard of as many of all.
+
+    Any part will do of each dim that has another size on one device, and `dims_by_size` names one.
+    """
+    if step.shards and all(ANY not in x.dims for x in step.shards):
+        return _pointwise(step)
+    return [Sharded(dims_by_size(*shapes, step.sizes)) for shapes in step.results]
+
+
 def _permuted(step: Step) -> list[Sharded]:
     (x,) = step.shards
     order = _order(step.op, step.arguments, len(x.dims))
@@ -177,8 +188,9 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (_pointwise, "to.dtype to.dtype_layout to.device to.other"),
         (_pointwise, "masked_fill_.Scalar where.self where.ScalarOther where.ScalarSelf"),
         (_pointwise, "fill_.Scalar fill_.Tensor zero_ zeros_like ones_like full_like empty_like"),
-        (_pointwise, "native_dropout bernoulli_.float bernoulli rand_like randn_like uniform_"),
-        (_pointwise, "normal_ _conj _neg_view _conj_physical real imag masked_fill.Tensor"),
+        (_pointwise, "native_dropout bernoulli rand_like randn_like"),
+        (_drawn, "rand randn randint randint.low bernoulli_.float uniform_ normal_"),
+        (_pointwise, "_conj _neg_view _conj_physical real imag masked_fill.Tensor"),
         (_reshaped, "view _unsafe_view reshape _reshape_alias squeeze squeeze.dim"),
         (indexing.unsqueeze, "unsqueeze"),
         (_reshaped, "squeeze.dims view_copy"),
@@ -223,6 +235,7 @@ _SIZES: Final[Mapping[Rule, Collection[str]]] = {
     _reshaped: ("size", "shape", "stride"),
     _expanded: ("size",),
     _filled: ("size",),
+    _drawn: ("size",),
     _sliced: ("start", "end"),
     indexing.repeat: ("repeats",),
     indexing.windows: ("input_sizes",),
