@@ -145,7 +145,7 @@ class _Mode(TorchDispatchMode):
 
 
 _IS_SEEDED: Final = ContextVar("is_seeded", default=False)
-"""Whether an inner mode makes the draw: code that runs again in a gradient taken by the body."""
+"""True while an inner mode makes the draw: code that runs again in a gradient of the body."""
 
 
 def _generators(arguments: Mapping[str, Any]) -> list[torch.Generator]:

@@ -32,7 +32,7 @@ from shardmap_torch.checker.interpreter.interpreter import (
     current_interpreter,
     running,
 )
-from shardmap_torch.checker.interpreter.operations import Operations
+from shardmap_torch.checker.interpreter.operations import RUNNING, Operations
 from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.own_functions import (
     GRAD_FN,
@@ -106,8 +106,6 @@ _READ_ONLY: Final = {
     "mutate a captured Tensor": "a tensor that the function to be differentiated closes over",
 }
 """Names what an operation writes, by what torch says where that is refused."""
-
-_RUNNING: Final = " Running statistics, as of BatchNorm: module.eval(), or another norm."
 
 
 class _Functions(TorchFunctionMode):
@@ -196,7 +194,7 @@ class _Functions(TorchFunctionMode):
             raise ShardTypeError(
                 f"{self._interpreter.name}: {func.__name__} at {call_site()} writes into {what}, "
                 "which is read-only.\nFix: clone it first; return what is to be kept."
-                + _RUNNING
+                + RUNNING
                 * ("captured" in str(error))
             ) from None
         finally:

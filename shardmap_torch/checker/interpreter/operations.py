@@ -309,14 +309,20 @@ def _lift(interpreter: Interpreter, op: OpOverload, literal: Tensor) -> Any:
     return out
 
 
+RUNNING: Final = " Running statistics, as of BatchNorm: module.eval(), or another norm."
+"""Advice where a norm counts its calls, or writes its statistics."""
+
+
 def _reject_read_only(interpreter: Interpreter, op: OpOverload, value: Any) -> None:
     for tensor in tensors_of(value):
         storage_type = interpreter.types_by_storage.get(tensor.untyped_storage()._cdata)
         if storage_type is not None and storage_type.read_only is not None:
+            is_count = not tensor.ndim and not tensor.is_floating_point()
+            is_statistic = is_count or "batch_norm" in name_of(op)
             raise ShardTypeError(
                 f"{interpreter.name}: {name_of(op)} writes into a tensor that "
                 f"{storage_type.read_only}, at {interpreter.site()[0]}.\n"
-                "Fix: clone it first; return what is to be kept."
+                "Fix: clone it first; return what is to be kept." + RUNNING * is_statistic
             )
 
 

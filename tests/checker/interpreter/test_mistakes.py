@@ -138,3 +138,16 @@ def test_an_inner_function_may_name_the_mesh_that_it_runs_on() -> None:
         body, mesh=MESH, in_specs=P("dp"), out_specs=P(), axis_names={"dp"}, check="global"
     )
     assert mapped(torch.arange(8.0)).item() == 28.0
+
+
+@pytest.mark.parametrize(
+    ("norm", "text"),
+    [
+        (torch.nn.BatchNorm1d(8), r"Running statistics, as of BatchNorm: module.eval\(\)"),
+        (torch.nn.BatchNorm1d(8, track_running_stats=False), "gather the dim first"),
+    ],
+)
+def test_a_batch_norm_says_what_to_do_about_its_statistics(norm: Any, text: str) -> None:
+    f = shard_map(lambda x: norm(x), mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check="global")
+    with pytest.raises(ShardTypeError, match=text):
+        f(X)

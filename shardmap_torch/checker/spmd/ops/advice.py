@@ -19,7 +19,7 @@ LAYERS: Final = {
     "index_select": "look ids up by nn.vocab_parallel_embedding",
     "log_softmax": "take the loss by nn.vocab_parallel_cross_entropy",
 }
-"""What layers do instead of operations on shards."""
+"""Layers to use in place of operations on shards."""
 
 NUMBER: Final = (
     "a number that depends on local shapes must be right on one device too: multiply sizes by "

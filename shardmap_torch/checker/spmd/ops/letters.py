@@ -27,6 +27,7 @@ from shardmap_torch.checker.spmd.layout import (
     size_of_one_rank,
     unsharded,
 )
+from shardmap_torch.checker.spmd.ops.advice import STATISTICS
 from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step
 
 Words = Mapping[str, str]
@@ -186,7 +187,7 @@ def group_norm(step: Step) -> list[Sharded]:
     operands = [_split(x, 1, count, groups), *(_split(each, 0, count, groups) for each in scales)]
     shapes = [shape for _, shape in step.results[1:]]
     equation = f"ngC{'XYZ'[:rank]}{',gC' * len(scales)}->ng,ng"
-    return [Sharded(x.dims), *contract(equation, operands, shapes, _AVERAGED)]
+    return [Sharded(x.dims), *contract(equation, operands, shapes, _AVERAGED, STATISTICS)]
 
 
 def batch_norm(step: Step) -> list[Sharded]:
@@ -202,7 +203,8 @@ def batch_norm(step: Step) -> list[Sharded]:
     shapes = [shape for _, shape in step.results]
     saved = ["c" if shape != (0,) else "" for shape in shapes[1:]]
     equation = f"{','.join([own, *'c' * len(others)])}->{','.join([own, *saved])}"
-    return contract(equation, [each.dims for each in (x, *others)], shapes, _AVERAGED)
+    dims = [each.dims for each in (x, *others)]
+    return contract(equation, dims, shapes, _AVERAGED, STATISTICS)
 
 
 def _given(step: Step, *names: str) -> list[ShardedTensor]:
