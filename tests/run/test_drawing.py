@@ -246,7 +246,7 @@ def test_as_many_draws_as_a_rank_has_rows_are_a_shard_of_as_many_of_all(name: st
     )
     shards = {axis for _, entry in spec.sharded_dims for axis in entry}
     is_of_rows = name != "randn" and spec == P("dp", "tp")
-    if shards == {*AXES} and not is_of_rows or (name, spec) == ("new_empty", P("dp")):
+    if (shards == {*AXES} and not is_of_rows) or (name, spec) == ("new_empty", P("dp")):
         assert explain(f, torch.ones(8, 16)).one_device == "proven"
     else:
         with pytest.raises(ShardTypeError, match="every rank has a value of its own, from"):
@@ -293,10 +293,9 @@ def checkpointed(mesh: Mesh) -> None:
         gradient, y = torch.func.grad(loss, has_aux=True)(x)
         return gradient, y
 
-    f = shard_map(
-        step, mesh=mesh, in_specs=(P("dp"), P()), out_specs=(P("dp"), P("dp")), check="global"
-    )
-    gradient, y = (global_value(each) for each in f(x.detach(), w.detach()))
+    specs: Any = {"in_specs": (P("dp"), P()), "out_specs": (P("dp"), P("dp"))}
+    stepped = shard_map(step, mesh=mesh, check="global", **specs)
+    gradient, y = (global_value(each) for each in stepped(x.detach(), w.detach()))
     assert torch.equal(gradient, y)
     assert 0 < (y > 0).float().mean() < 0.5
 
