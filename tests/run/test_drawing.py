@@ -253,6 +253,21 @@ def test_as_many_draws_as_a_rank_has_rows_are_a_shard_of_as_many_of_all(name: st
             check_program(f, torch.ones(8, 16))
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_generator_of_the_body_may_draw_the_same_on_each_rank(num_ranks: int) -> None:
+    def body(x: Tensor) -> Tensor:
+        return x * torch.empty_like(x).bernoulli_(0.5, generator=generator)
+
+    generator = torch.Generator()
+    mesh = make_mesh((num_ranks,), ("dp",), kind="abstract")
+    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check="global")
+    if num_ranks == 1:
+        check_program(f, torch.ones(4))
+    else:
+        with pytest.raises(ShardTypeError, match="each rank may have one with the same seed"):
+            check_program(f, torch.ones(4))
+
+
 def test_dropout_of_channels_over_a_sharded_position_is_refused() -> None:
     """Each rank would drop other channels, where one device drops whole ones."""
     f = shard_map(

@@ -40,6 +40,9 @@ DRAWN: Final = (
 )
 """Advice for draws that are not this rank's part of a draw on one device."""
 
+KEY: Final = "leave generator= out, or draw from a key of shardmap_torch.random."
+"""Advice for draws from a generator of the user's own."""
+
 PER_RANK: Final = "wrap code that is per-rank by nature in local_region(f, in_types, out_types)."
 """Advice for values that mean nothing on one device."""
 

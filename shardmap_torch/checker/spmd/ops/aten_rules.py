@@ -25,7 +25,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.ops import indexing, letters
-from shardmap_torch.checker.spmd.ops.advice import NUMBER, PART, STATISTICS, counted
+from shardmap_torch.checker.spmd.ops.advice import KEY, NUMBER, PART, STATISTICS, counted
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.ops.reductions import add, average, extremum
 from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Rule, Sharded, Step, shards_of
@@ -40,6 +40,10 @@ def propagate(step: Step) -> list[Sharded]:
     Raises:
         UnrelatedError: the results are no shards of those on one device.
     """
+    if step.sizes and step.arguments.get("generator") is not None:
+        raise UnrelatedError(
+            "it draws from a generator, of which each rank may have one with the same seed", KEY
+        )
     rule = _rule_of(step.op)
     for name, there in step.unsharded_arguments.items():
         if name in _SIZES.get(rule, ()):
@@ -188,8 +192,8 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (_pointwise, "to.dtype to.dtype_layout to.device to.other"),
         (_pointwise, "masked_fill_.Scalar where.self where.ScalarOther where.ScalarSelf"),
         (_pointwise, "fill_.Scalar fill_.Tensor zero_ zeros_like ones_like full_like empty_like"),
-        (_pointwise, "native_dropout bernoulli rand_like randn_like"),
-        (_drawn, "rand randn randint randint.low bernoulli_.float uniform_ normal_"),
+        (_pointwise, "native_dropout rand_like randn_like"),
+        (_drawn, "rand randn randint randint.low bernoulli bernoulli_.float uniform_ normal_"),
         (_pointwise, "_conj _neg_view _conj_physical real imag masked_fill.Tensor"),
         (_reshaped, "view _unsafe_view reshape _reshape_alias squeeze squeeze.dim"),
         (indexing.unsqueeze, "unsqueeze"),
