@@ -121,4 +121,5 @@ def outcome_of(seed: int) -> str:
         return "refused"
     expected = on(ONE)
     pairs = zip(found, expected, strict=True)
-    return "right" if all(torch.allclose(a, b) for a, b in pairs) else "wrong"
+    # One change rounds to float32, gradients too, of which some are 0.
+    return "right" if all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) else "wrong"

@@ -36,7 +36,7 @@ LOSSES: Final[list[Loss]] = [
     lambda h, t: torch.nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1)(h, t),
     lambda h, t: functional.linear_cross_entropy(h, EYE, t),
     lambda h, t: functional.linear_cross_entropy(
-        h, linear_weight=EYE, target=t, ignore_index=-1, label_smoothing=0.2, linear_bias=h[0] * 0
+        h, linear_weight=EYE, target=t, ignore_index=-1, label_smoothing=0.2, linear_bias=EYE[0]
     ),
     lambda h, t: functional.cross_entropy(h.view(-1, 5, 1), t.unsqueeze(1)),
     lambda h, t: functional.binary_cross_entropy_with_logits(

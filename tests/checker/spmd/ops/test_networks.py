@@ -263,7 +263,13 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         P("a"),
         "entries of which it takes a mean, and they are sharded",
     ),
-    "patches over rows": (patches, (X[..., :4, :],), (P(None, None, "a"),), P(), "does not know"),
+    "patches over rows": (
+        patches,
+        (X[..., :4, :],),
+        (P(None, None, "a"),),
+        P(),
+        "it mixes all entries along a dim that is sharded",
+    ),
     "rows of a table": (bags("sum"), (IDS, TABLE), (P(), P("a")), P(), "_embedding_bag is not"),
     "entries of a bag": (
         bags("sum"),
