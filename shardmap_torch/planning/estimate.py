@@ -285,8 +285,9 @@ def estimate(f: Callable[..., Any], *args: Any, hardware: Hardware, **kwargs: An
         >>> plan.at_peak
         {'arguments': 100663296, 'forward': 67108864, 'backward': 0, 'messages': 67108864}
     """
-    found = Estimate(dry_run(f, args, kwargs, hardware.counts), hardware)
-    found.spans  # noqa: B018  # timed now: by processes, all of which are here
+    with postponing_full_collections():  # from one part to the next, too
+        found = Estimate(dry_run(f, args, kwargs, hardware.counts), hardware)
+        found.spans  # noqa: B018  # timed now: by processes, all of which are here
     return found
 
 
