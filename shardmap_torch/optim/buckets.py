@@ -316,19 +316,20 @@ def _move_bucket(
     if name == "all_reduce":
         return [part.reshape(x.shape) for part, x, _ in parts]
     if name == "reduce_scatter":
-        return [
-            part.reshape(x.shape[0] // num_before, *x.shape[1:]).movedim(0, at)
-            for part, x, at in parts
-        ]
-    return [_joined(part.view(num_after, *x.shape), at) for part, x, at in parts]
+        own = [(part.reshape(len(x) // num_before, *x.shape[1:]), at) for part, x, at in parts]
+        return [part.movedim(0, at) if at else part for part, at in own]
+    return [_joined(part, num_after, x.shape, at) for part, x, at in parts]
 
 
-def _joined(shards: Tensor, dim: int) -> Tensor:
-    """Concatenates stacked shards, whose dim `dim` is in front, along it; copies them once.
+def _joined(rows: Tensor, num_ranks: int, shape: torch.Size, dim: int) -> Tensor:
+    """Concatenates shards, a flat row each, whose dim `dim` is in front, along it; copies once.
 
     The result is contiguous, as parameters are that nothing has sharded: a body may `view` them.
     """
-    return shards.movedim((0, 1), (dim, dim + 1)).flatten(dim, dim + 1).contiguous()
+    if not dim:
+        return rows.reshape(num_ranks * shape[0], *shape[1:])
+    shards = rows.view(num_ranks, *shape).movedim((0, 1), (dim, dim + 1))
+    return shards.flatten(dim, dim + 1).contiguous()
 
 
 def _front(x: Tensor, transfer: Transfer | None) -> Tensor:
