@@ -208,20 +208,26 @@ def _trials(info: Any, samples: int, draws: int) -> Iterator[tuple[Case, dict[in
 def counted_from_back(case: Case) -> Iterator[Case]:
     """Yields the case with each argument that turns out to be a dim counted from the last one."""
     numbers = {x.ndim + more for x in case.leaves if isinstance(x, Tensor) for more in (0, 1)}
+    wanted = _results(case)
+    if wanted is None:
+        return
     for place, dim in enumerate(case.leaves):
         for ndim in numbers if type(dim) is int else ():
             leaves = [*case.leaves[:place], dim - ndim, *case.leaves[place + 1 :]]
             other = replace(case, leaves=leaves)
-            if 0 <= dim < ndim and _gives(other, case.call({})):
+            found = _results(other) if 0 <= dim < ndim else None
+            if found is None or len(found) != len(wanted):
+                continue
+            if all(map(torch.equal, found, wanted)):
                 yield other
 
 
-def _gives(case: Case, wanted: Sequence[Tensor]) -> bool:
+def _results(case: Case) -> list[Tensor] | None:
+    """Runs a case; None where torch refuses it, as what an operator cannot write in place."""
     try:
-        found = case.call({})
+        return case.call({})
     except (IndexError, RuntimeError, TypeError, ValueError):
-        return False
-    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+        return None
 
 
 def _note(score: Score, case: Case, specs: dict[int, P], grad: bool) -> bool:
