@@ -1,7 +1,8 @@
 """`device_put`, `from_local` and `full`: place trees of values on a mesh, and gather them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +18,7 @@ from shardmap_torch.boundary.matching import (
 )
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.hashing import sampled_hash
+from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.tree import (
     Mismatch,
     Placed,
@@ -33,9 +34,14 @@ from shardmap_torch.run.agree import compared as compared
 from shardmap_torch.run.agree import control_of as control_of
 from shardmap_torch.run.agree import shown_shard
 from shardmap_torch.run.runtimes import runtime_of
+from shardmap_torch.run.safety.equal_values import Copies
+from shardmap_torch.run.safety.equal_values import copies_of as copies_of
 from shardmap_torch.spec import P, longer
 
 X = TypeVar("X")
+
+_PLACED: Final = 1 << 20
+"""Numbers of a plain tensor that `device_put` compares: of a larger one a sample of as many."""
 
 
 def device_put(
@@ -78,7 +84,11 @@ def device_put(
     def put(leaf: Placed[P | None]) -> Tensor:
         return runtime.place(on, spec_of(leaf), leaf.value, as_dtensor)
 
-    return compared("device_put", on, read, _described, lambda each: _replace(moved, each, put))
+    def copies(leaves: tuple[Placed[P | None], ...]) -> Copies | None:
+        return copies_of({leaf.path: leaf.value for leaf in leaves})
+
+    run = lambda leaves: _replace(moved, leaves, put)  # noqa: E731
+    return compared("device_put", on, read, _described, run, copies)
 
 
 def from_local(tree: X, mesh: Mesh | DeviceMesh | None, specs: Tree) -> X:
@@ -138,7 +148,12 @@ def full(tree: X) -> X:
     # A DTensor of a part of the processes is gathered by these alone.
     if any(base.device_mesh.size() < dist.get_world_size() for base in shards):
         return gather(leaves)
-    return compared("full", None, lambda: shards, lambda all_of: map(shown_shard, all_of), gather)
+
+    def copies(leaves: list[Any]) -> Copies | None:
+        return copies_of({f"DTensor {at}": x for at, x in enumerate(leaves)})
+
+    described = partial(map, shown_shard)
+    return compared("full", None, lambda: shards, described, gather, copies)
 
 
 def _full(leaf: Any) -> Any:
@@ -157,7 +172,7 @@ def _described(placed: Iterable[Placed[P | None]]) -> Iterator[str]:
     for leaf in filter(crosses, placed):
         x = base_of(leaf.value)
         what = shown_shard(x) if is_dtensor(x) else f"{show_shape(x.dtype, x.shape)}, hash "
-        what += "" if is_dtensor(x) else sampled_hash(x)
+        what += "" if is_dtensor(x) else hash_text(x, _PLACED)
         yield f"  {leaf.path}: {what}, {leaf.spec!r}"
 
 

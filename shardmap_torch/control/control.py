@@ -29,7 +29,7 @@ from shardmap_torch.control.messages import (
     unequal_values,
 )
 from shardmap_torch.control.recorder import LENGTH, FlightRecorder, History, usable_folder
-from shardmap_torch.control.waiting import Progress, StuckError, Waiting
+from shardmap_torch.control.waiting import Progress, StuckError, Waiting, is_of_handler
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
@@ -92,6 +92,7 @@ class Control:
         progress: that of this rank, with its newest call, recoveries and failure.
         waiting: its waits for other ranks.
         era: another object after each difference and recovery, which ranks have in common.
+        compares_each: whether each collective is compared before it begins.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -99,7 +100,7 @@ class Control:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = timeout
         self.recorder = FlightRecorder()
-        self.in_call = False
+        self.in_call = self.compares_each = False
         self._history = History(self.recorder)
         self.progress = Progress(self.recorder, self._history)
         self._task = -1
@@ -236,6 +237,8 @@ class Control:
         try:
             self.waiting.wait(comparison)
         except (RuntimeError, StuckError) as error:
+            if is_of_handler(error):
+                raise
             self.fail(f"the check of {doing}", error)
         if comparison.differs and not all(are_equal := comparison.are_equal()):
             self._differ(told, is_clean=are_equal[-1])
@@ -262,7 +265,7 @@ class Control:
         """
         if self._pending is not None:
             self.resolve()
-        dtype, shape, made_in = x.dtype, x.shape, 0
+        dtype, shape, made_in, every = x.dtype, x.shape, 0, every or self.compares_each
         if every or not self.in_call:
             made_in = self._compare_first(operation, (dtype, shape), site, every)
         progress, new = self.progress, self.recorder.new

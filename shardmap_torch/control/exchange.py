@@ -124,10 +124,7 @@ class Exchange:
             store.delete_key(f"{key}/{rank}")
 
     def set_patience(self, seconds: float) -> None:
-        """Lets the system end waits: the timeout of Python's sockets asks it twice for a message.
-
-        Its error also looks like one of a signal handler.
-        """
+        """Lets the system end waits: a timeout of Python's sockets asks it twice for a message."""
         self.patience = seconds
         whole, rest = divmod(int(seconds * 1e6), 1_000_000)
         wait = struct.pack("@ll", whole, max(1, rest) if not whole else rest)
@@ -182,6 +179,8 @@ class Comparison:
             try:
                 link.send(message)
             except OSError as error:
+                if _is_of_handler(error):
+                    raise
                 raise RuntimeError(f"sending to rank {exchange.rank_of[link]}: {error}") from error
 
     def wait(self, patience: timedelta) -> None:
@@ -207,7 +206,7 @@ class Comparison:
                     self._turn += 1
                     self._send()
         except OSError as error:
-            if error.errno is None:  # that of a signal handler
+            if _is_of_handler(error):
                 raise
             self._stop(error, seconds)
         except RuntimeError as error:
@@ -258,6 +257,11 @@ class Comparison:
         half = len(found) // 2
         # Where no rank has it, the smallest is still the highest number.
         return [low >= high for low, high in zip(found[:half], found[half:], strict=True)]
+
+
+def _is_of_handler(error: OSError) -> bool:
+    """Returns whether a signal handler of the user's has raised it, and not a socket's method."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is not None
 
 
 def _until(end: float) -> float:

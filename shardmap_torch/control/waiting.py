@@ -174,7 +174,7 @@ def is_done(work: dist.Work | Comparison) -> bool:
     try:
         work.wait(PATIENCE)
     except RuntimeError as error:
-        if _is_of_handler(error):
+        if is_of_handler(error):
             raise
         if not work.is_completed():
             return False
@@ -182,7 +182,7 @@ def is_done(work: dist.Work | Comparison) -> bool:
     return True
 
 
-def _is_of_handler(error: BaseException) -> bool:
+def is_of_handler(error: BaseException) -> bool:
     """Returns whether a signal handler of the user's has raised it, while torch waited."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:

@@ -35,7 +35,7 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _words(x: Tensor) -> Tensor:
     """Returns the bits of each number as an integer, without a copy where it lies as it is."""
-    x = x.resolve_conj().resolve_neg()
+    x = x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()  # it has no memory
     x = torch.view_as_real(x) if x.is_complex() else x
     word = _WORDS[x.element_size()]
     return x if x.dtype is word else x.view(word)
@@ -79,7 +79,10 @@ def in_memory(tensors: Sequence[Tensor], turn: int) -> list[bytes] | None:
             return None
         if x.is_complex() or x.is_neg():
             return None
-        if (size := x.numel()) > _SAMPLE:
+        size = x.numel()
+        if size and not x.data_ptr():  # zeros that are not stored
+            return None
+        if size > _SAMPLE:
             start, step = _spaced(size, turn)
             found.append(_memory(x).cast(_FORMATS[x.element_size()])[start::step].tobytes())
         else:
@@ -104,8 +107,9 @@ def has_bits(x: Tensor) -> bool:
     """Returns whether it has data that can be read."""
     if x.layout is not torch.strided or x.is_meta or x.is_nested:
         return False
-    # Other kinds are wrapped around tensors, or are fake.
-    return type(x) is Tensor or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    # Other kinds are wrapped around tensors, or are fake; FSDP2 frees the memory of some.
+    is_own = type(x) is Tensor or type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_own and (x.data_ptr() != 0 or x._is_zerotensor() or not x.numel())
 
 
 class Bits:
@@ -158,19 +162,20 @@ def _begun(x: Any) -> tuple[Tensor, torch.Event]:
 _SAMPLED: Final = 4096
 
 
-def sampled_hash(x: Tensor) -> str:
-    """Hashes up to 8,191 evenly spaced values: all of them would take a second for some GiB."""
+def hash_text(x: Tensor, most: int | None = None) -> str:
+    """Hashes the values; of more than `most` a sample, up to twice as many evenly spaced ones."""
     if x.is_meta:
         return "without data"
     flat = x.detach().reshape(-1)
-    return f"{Bits([flat[:: flat.numel() // _SAMPLED | 1]], None).digest():x}"  # as in `_spaced`
+    step = 1 if most is None else flat.numel() // most | 1  # as in `_spaced`
+    return f"{Bits([flat[::step]], None).digest():x}"
 
 
 def values_of(x: Tensor) -> str:
     """The numbers of a tensor, or what tells them from others: of large ones a sample."""
     if not has_bits(x):
         return "without data"
-    return numbers_of(x) if x.numel() <= _SAMPLED else f"of hash {sampled_hash(x)}"
+    return numbers_of(x) if x.numel() <= _SAMPLED else f"of hash {hash_text(x, _SAMPLED)}"
 
 
 _FEW: Final = 16

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardmap_torch.core.hashing import sampled_hash
+from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.source_location import error_site, users_part
 from shardmap_torch.core.tree import Tree, flatten
 from shardmap_torch.errors import SpecError, show, show_shape
@@ -482,7 +482,7 @@ def _is_torchs(error: Exception) -> bool:
 def _described(module: nn.Module, src_data_rank: int | None, plan: Plan) -> Iterator[str]:
     """Describes what is placed, by lines that are equal where ranks place alike."""
     for name, x in module.named_parameters():
-        own = "" if src_data_rank is not None else f", hash {sampled_hash(x)}"
+        own = "" if src_data_rank is not None else f", hash {hash_text(x)}"
         yield f"  {name}: {show_shape(x.dtype, x.shape)}, {plan.specs[name]!r}{own}"
 
 

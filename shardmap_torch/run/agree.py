@@ -7,7 +7,8 @@ without knowing why; or would add numbers that do not belong together.
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import program_of
 from shardmap_torch.checker.guards.monitor import Difference
+from shardmap_torch.checker.guards.state import codes_in
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.scope import current_scope
@@ -66,7 +68,8 @@ def describe(call: Call, verdict: Verdict | None) -> Description:
     lines = [head, *_arguments(call)]
     if verdict is None:
         specs, _ = flatten(call.out_specs)
-        return Description.of(call.name, [*lines, f"  unchecked, out_specs: {specs!r}"])
+        lines += [f"  unchecked, out_specs: {specs!r}", _code(call.function)]
+        return Description.of(call.name, lines)
     match = verdict.result.match
     lines += [
         f"  {path}: {spec!r}" for path, spec in zip(match.paths, match.specs, strict=True) if spec
@@ -77,6 +80,22 @@ def describe(call: Call, verdict: Verdict | None) -> Description:
     _, *equations = str(program).splitlines()
     head_only = Description.of(call.name, lines, program.fingerprint)
     return Description(call.name, "\n".join([head_only.text, *equations]), head_only.digest)
+
+
+def _code(function: Any) -> str:
+    """Formats a hash of a function's own code: that of two lambdas differs, and not their name."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    found = (
+        []
+        if code is None
+        else [
+            (each.co_code, each.co_names, [repr(x) for x in each.co_consts if is_compared(x)])
+            for each in codes_in(code)
+        ]
+    )
+    return f"  code of hash {zlib.crc32(repr(found).encode()):x}"
 
 
 def _collective(equation: Equation) -> str:
@@ -143,11 +162,12 @@ def compared(
     read: Callable[[], A],
     describe: Callable[[A], Iterable[str]],
     run: Callable[[A], Y],
+    values: Callable[[A], Values | None] = lambda arguments: None,
 ) -> Y:
     """Runs what all ranks of a mesh call alike; processes compare what they call it with before.
 
     `describe` yields lines that are equal where arguments that `read` has checked may be taken for
-    equal. No mesh is that of all processes.
+    equal, and `values` has what must be equal beside. No mesh is that of all processes.
 
     Raises:
         CollectiveMismatchError: another process calls something else, or with other arguments.
@@ -164,7 +184,8 @@ def compared(
         except ShardMapError as error:
             agree(refused(name, error))
             raise
-        agree(Description.of(name, [f"{name}  # {call_site()}", *describe(arguments)]))
+        what = Description.of(name, [f"{name}  # {call_site()}", *describe(arguments)])
+        agree(what, values=values(arguments))
         return run(arguments)
 
     return posting_errors(name, compare_and_run)

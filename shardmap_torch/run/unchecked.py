@@ -40,10 +40,20 @@ class Unchecked:
 
     def _compare_and_run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
         control = current()
-        if control is not None:
-            known = self._descriptions.get(_signature(call), lambda: describe(call, None))
-            agree(known, now=False, values=self._equal.of(call, control))
-        return run(call, False)
+        if control is None:
+            return run(call, False)
+        known = self._descriptions.get(_signature(call), lambda: describe(call, None))
+        values = self._equal.of(call, control)
+        agree(known, now=False, values=values)
+        # Nothing has seen its collectives, and gloo ends the process where operands differ.
+        control.compares_each = values is not None and values.is_whole
+        try:
+            result = run(call, False)
+            if control.compares_each:  # one that another rank waits in may be left out
+                agree(Description.of(call.name, [f"{call.name} has ended"]))
+        finally:
+            control.compares_each = False
+        return result
 
 
 def _signature(call: Call) -> tuple[Any, ...]:

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
-from shardmap_torch.core.hashing import sampled_hash
+from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
 from shardmap_torch.errors import CheckpointError, listing, show_shape
-from shardmap_torch.placing import compared, control_of
+from shardmap_torch.placing import compared, control_of, copies_of
 from shardmap_torch.saving import folders, manifest
 from shardmap_torch.saving.manifest import Entry, Manifest, Value
 from shardmap_torch.saving.storage import RankFiles, RankFilesReader
@@ -83,7 +83,8 @@ def save(tree: Tree, folder: str | os.PathLike[str], step: int, *, keep: int | N
         what = f"step {step}, keep {keep}"
         return [*described(what, *arguments[1:], by_value=True), f"folder {arguments[0]}"]
 
-    root, tensors, values = compared("save", None, read, describe, _itself)
+    copies = lambda arguments: copies_of(arguments[1])  # noqa: E731
+    root, tensors, values = compared("save", None, read, describe, _itself, copies)
     writer = folders.Writer(root)
     try:
         return _save(writer, root, tensors, values, step, keep)
@@ -285,11 +286,8 @@ def described(
 def _shown(x: Tensor, by_value: bool) -> str:
     kind = show_shape(x.dtype, x.shape)
     if isinstance(x, DTensor):
-        is_everywhere = x.device_mesh.size() == dist.get_world_size()
-        is_equal = is_everywhere and set(x.placements) == {Replicate()}
-        copy = f", hash {sampled_hash(x.to_local())}" if by_value and is_equal else ""
-        return f"{kind}, placed {x.placements}{copy}"
-    return f"{kind}, hash {sampled_hash(x)}" if by_value else kind
+        return f"{kind}, placed {x.placements}"
+    return f"{kind}, hash {hash_text(x)}" if by_value else kind
 
 
 def on_first_rank(compute: Callable[[], X]) -> X:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardmap_torch.core import hashing
-from shardmap_torch.core.hashing import Bits, hash_of, sampled_hash
+from shardmap_torch.core.hashing import Bits, has_bits, hash_of, hash_text
 
 
 def tensors() -> Iterator[Tensor]:
@@ -89,12 +89,25 @@ def test_bits_depend_on_values_alone_and_all_of_them_see_any_change(
 
 
 @pytest.mark.parametrize("shape", [(8191,), (91, 90), (4096, 64), (2048, 128)])
-def test_a_sampled_hash_sees_each_number_of_a_few_and_each_column_of_many(shape: Any) -> None:
+def test_the_hash_of_a_sample_sees_each_number_of_a_few_and_each_column_of_many(shape: Any) -> None:
     x = torch.arange(math.prod(shape)).reshape(shape)
-    hashed = sampled_hash(x)
-    assert hashed == sampled_hash(x.mT.clone().mT if x.ndim == 2 else x.clone())
+    hashed = hash_text(x, 4096)
+    assert hashed == hash_text(x.mT.clone().mT if x.ndim == 2 else x.clone(), 4096)
     for at in (*range(0, shape[-1], 37), shape[-1] - 1):
         changed = x.clone()
         changed[..., at] += 1
-        assert sampled_hash(changed) != hashed
-    assert sampled_hash(x.to("meta")) == "without data"
+        assert hash_text(changed, 4096) != hashed
+    one = x.flatten().index_fill(0, torch.tensor(x.numel() // 2), -1).view(x.shape)
+    assert hash_text(one) != hash_text(x)
+    assert hash_text(x.to("meta")) == "without data"
+
+
+@pytest.mark.parametrize("turn", [None, 1])
+def test_zeros_that_are_not_stored_are_zeros_and_freed_memory_is_not_read(turn: Any) -> None:
+    zeros: Any = torch._efficientzerotensor((64,))
+    assert has_bits(zeros)
+    assert Bits([zeros], turn).digest() == Bits([torch.zeros(64)], turn).digest()
+    freed = torch.ones(64)
+    freed.untyped_storage().resize_(0)
+    assert not has_bits(freed)
+    assert has_bits(torch.ones(0))

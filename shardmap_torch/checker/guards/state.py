@@ -505,7 +505,7 @@ def names_in(code: CodeType) -> Names:
     globals_: dict[str, None] = {}
     others: dict[str, None] = {}
     texts: dict[str, None] = {}
-    for each in _codes(code):
+    for each in codes_in(code):
         loads = [str(i.argval) for i in dis.get_instructions(each) if i.opname in _LOADS]
         globals_ |= dict.fromkeys(loads)
         others |= dict.fromkeys(each.co_names)
@@ -515,11 +515,12 @@ def names_in(code: CodeType) -> Names:
     return Names((*read,), (*others, *texts))
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yields code, and that of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_in(constant)
 
 
 def imported_by(function: FunctionType) -> list[ModuleType]:

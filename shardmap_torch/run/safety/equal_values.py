@@ -91,6 +91,7 @@ class ValuesOfCall:
     Attributes:
         is_late: whether to read them would wait for the device, so that the next comparison does.
         shards: a hash of this rank's copies of each shard of DTensors, or None.
+        is_whole: whether all bits are compared.
     """
 
     is_late = False
@@ -104,6 +105,7 @@ class ValuesOfCall:
     ) -> None:
         """Begins to read the bits at some positions: all without a turn, or else a sample."""
         self._call, self._turn, self._is_altered = call, turn, _is_altered()
+        self.is_whole = turn is None
         self._copies: list[_Copy] = []
         found = [*[(at, call.leaves[at]) for at in positions], *[(_CLOSED, x) for x in closures]]
         quick = turn if engine.forward_level() < 0 else None
@@ -124,7 +126,8 @@ class ValuesOfCall:
         """Yields what a value has of bits, and tangents of forward mode, which are as global."""
         base: Any = base_of(x)
         if isinstance(base, dtensor_class()) and place != _CLOSED:
-            copy = None if self._turn else _copy_of(place, base)
+            path = self._call.match.paths[place]
+            copy = None if self._turn else _copy_of(path, base)
             self._copies += [] if copy is None else [copy]
         elif has_bits(base):
             yield place, base
@@ -152,16 +155,12 @@ class ValuesOfCall:
 
     def rows(self) -> list[Value]:
         """Describes each value for errors."""
-        found = site_calling(posting_errors.__code__) if self._site is None else self._site
-        site = "" if found is None else f" at {found}"
+        site = _shown_site(self._site)
         rows, digests = [], [] if self._bits is None else self._bits.digests()
         for (position, x), digest in zip(self._values, digests, strict=True):
             path, what, repair = self._described(position, x)
             rows.append(Value(path, what, "", f"{digest:x}", repair, site, True))
-        for copy, digest in zip(self._copies, self._copied, strict=True):
-            path, bits = self._call.match.paths[copy.position], f"{digest:x}"
-            rows.append(Value(path, copy.what, copy.shard, bits, _COPIED, site, False))
-        return rows
+        return rows + _copied_rows(self._copies, self._copied, site)
 
     def _described(self, position: int, x: Tensor) -> tuple[str, str, str]:
         call, shape = self._call, show_shape(x.dtype, x.shape)
@@ -175,6 +174,57 @@ class ValuesOfCall:
             fix = f"take the derivative along one tangent of {path} on all processes."
             return f"the tangent of {path}", what, fix
         return path, what, _repair(path, spec, call.mesh)
+
+
+class Copies:
+    """Copies that ranks have of DTensors outside of calls, as `Values` of the control.
+
+    Attributes:
+        is_late: never; to read them waits for the device.
+        shards: as in `ValuesOfCall`, of those of which ranks have other shards.
+    """
+
+    is_late = False
+
+    def __init__(self, copies: Sequence["_Copy"]) -> None:
+        """Reads all bits."""
+        self._copies, self._digests = copies, Bits([each.local for each in copies], None).digests()
+        pairs = [*zip(copies, self._digests, strict=True)]
+        self._whole = tuple([digest for copy, digest in pairs if copy.num_shards == 1])
+        parts = [(copy, digest) for copy, digest in pairs if copy.num_shards > 1]
+        self.shards = _by_shard([copy for copy, _ in parts], [digest for _, digest in parts])
+
+    def digest(self) -> int:
+        """Hashes those that all ranks have."""
+        return hash((len(self._copies), self._whole))
+
+    def kinds(self) -> Iterator[str]:
+        """Yields a line for each that is compared."""
+        yield from [f"  {copy.path}: all bits of its copies" for copy in self._copies]
+
+    def rows(self) -> list[Value]:
+        """Describes each for errors."""
+        return _copied_rows(self._copies, self._digests, _shown_site(None))
+
+
+def copies_of(tensors: Mapping[str, Any]) -> Copies | None:
+    """Returns the copies of the DTensors among tensors; None where nothing is compared."""
+    shards = {path: base_of(x) for path, x in tensors.items() if isinstance(x, Tensor)}
+    found = [_copy_of(path, x) for path, x in shards.items() if isinstance(x, dtensor_class())]
+    copies = [copy for copy in found if copy is not None and has_bits(copy.local)]
+    return Copies(copies) if copies and os.environ.get(VARIABLE) not in NOTHING else None
+
+
+def _copied_rows(copies: Sequence["_Copy"], digests: Sequence[int], site: str) -> list[Value]:
+    return [
+        Value(copy.path, copy.what, copy.shard, f"{digest:x}", _COPIED, site, False)
+        for copy, digest in zip(copies, digests, strict=True)
+    ]
+
+
+def _shown_site(known: Site | None) -> str:
+    found = site_calling(posting_errors.__code__) if known is None else known
+    return "" if found is None else f" at {found}"
 
 
 def _is_altered() -> bool:
@@ -199,7 +249,7 @@ class _Copy:
     """This rank's copy of its shard of a DTensor.
 
     Attributes:
-        position: of the leaf.
+        path: names it.
         local: the data.
         dims: the dims of the mesh over which copies differ.
         index: of the shard.
@@ -208,7 +258,7 @@ class _Copy:
         shard: describes the shard.
     """
 
-    position: int
+    path: str
     local: Tensor
     dims: tuple[int, ...]
     index: int
@@ -230,7 +280,7 @@ def _by_shard(copies: Sequence[_Copy], digests: Sequence[int]) -> Sequence[int |
     return shards
 
 
-def _copy_of(position: int, x: Any) -> _Copy | None:
+def _copy_of(path: str, x: Any) -> _Copy | None:
     """Returns this rank's copy of a DTensor; None where no other rank has one."""
     on, place = x.device_mesh, x.device_mesh.get_coordinate()
     dims = tuple([dim for dim, to in enumerate(x.placements) if not to.is_replicate()])
@@ -245,7 +295,7 @@ def _copy_of(position: int, x: Any) -> _Copy | None:
     shard = ", ".join(f"{names[dim]}={place[dim]}" for dim in dims)
     what = f"{show_shape(x.dtype, x.shape)}, placed {x.placements}"
     # Its method would differentiate, which transforms of torch.func refuse.
-    return _Copy(position, x._local_tensor.detach(), dims, index, num_shards, what, shard)
+    return _Copy(path, x._local_tensor.detach(), dims, index, num_shards, what, shard)
 
 
 def _repair(path: str, spec: P, mesh: Mesh) -> str:

@@ -22,10 +22,12 @@ from shardmap_torch import (
     ppermute,
     shard_map,
 )
+from shardmap_torch.saving import save
 
 X = torch.arange(32.0).reshape(8, 4)
 
 BAD = Path(tempfile.gettempdir()) / f"shardmap_torch-bad-data-{os.getpid()}"
+SAVED = Path(tempfile.gettempdir()) / f"shardmap_torch-saved-{os.getppid()}"  # of all ranks
 
 
 class Kit:
@@ -160,6 +162,24 @@ def unchecked_other_operator(k: Kit) -> None:
     op: Any = "max" if k.odd else "min"
     f = k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I, op=op), check=False)
     for _ in range(2):  # an error of the next call
+        f(X)
+
+
+def unchecked_other_comm_dtype(k: Kit) -> None:
+    dtype = torch.bfloat16 if k.odd else torch.float32
+    f = lambda x: all_reduce(x.sum(0), k.axes, dst=I, src="P", comm_dtype=dtype)  # noqa: E731
+    k.map(f, check=False)(X)
+
+
+def unchecked_other_size(k: Kit) -> None:
+    n = 2 if k.odd else 4
+    k.map(lambda x: all_reduce(x.sum(0)[:n], k.axes, dst=I, src="P"), check=False)(X)
+
+
+def unchecked_other_function(k: Kit) -> None:
+    one = k.map(lambda x: all_reduce(x.sum(), k.axes, dst=I, src="P"), check=False)
+    two = k.map(lambda x: all_reduce(x.prod(), k.axes, dst=I, src="P"), check=False)
+    for f in (two, one) if k.odd else (one, two):
         f(X)
 
 
@@ -325,6 +345,31 @@ def a_copy_of_a_shard_differs(k: Kit) -> None:
     k.weighted(w, X)
 
 
+def _stale(k: Kit) -> Any:
+    """A DTensor, sharded over the last axis of two, of which the odd rank has a stale copy."""
+    spec = P(k.axes[-1]) if len(k.axes) > 1 else P()
+    w: Any = device_put(torch.ones(4), k.mesh, spec, as_dtensor=True)
+    w.to_local().add_(float(k.odd))
+    return w
+
+
+def full_of_a_stale_copy(k: Kit) -> None:
+    full(_stale(k))
+
+
+def placing_of_a_stale_copy(k: Kit) -> None:
+    device_put(_stale(k), k.mesh, P())
+
+
+def saving_of_a_stale_copy(k: Kit) -> None:
+    save({"w": _stale(k)}, SAVED, 1)
+
+
+def saving_of_one_number_of_many(k: Kit) -> None:
+    x = torch.ones(9000).index_fill(0, torch.tensor(4321), 1 + k.odd)
+    save({"x": x}, SAVED, 1)
+
+
 def a_dtensor_on_one(k: Kit) -> None:
     x = device_put(X, k.mesh, P(k.axes))
     k.gather(x if k.odd else X)
@@ -363,5 +408,5 @@ CASES: Mapping[str, Callable[[Kit], None]] = {
     case.__name__.replace("_", " "): case
     for case in list(globals().values())
     if getattr(case, "__module__", "") == __name__ and not isinstance(case, type)
-    if case is not bad_data
+    if case not in (bad_data, _stale)
 }
