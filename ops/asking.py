@@ -35,6 +35,18 @@ def _is_checked(scope: Scope) -> bool:
     return is_checker(scope.backend)
 
 
+def _rank_along(scope: Scope, axes: tuple[str, ...]) -> Any:
+    """Returns the position of the rank whose body asks; an error where all run as one program."""
+    rank, mesh = scope.backend.rank_along(axes), scope.backend.mesh
+    if rank is None and mesh.num_ranks(axes) > 1:
+        raise CollectiveError(
+            "The body asks for its rank, a number, and here all ranks run it as one program. Use "
+            "axis_index(axis), a tensor that varies, or let a spec or convert(x, axis, src=R, "
+            "dst=V, dim=0) take this rank's part."
+        )
+    return rank
+
+
 def _axes_of(mesh: Mesh, group: Any) -> tuple[str, ...] | None:
     if isinstance(group, AxisGroup):
         return group.axes
@@ -59,16 +71,16 @@ class _Members(Mapping[Any, Any]):
     """The positions in the group of axes, by rank of the mesh."""
 
     def __init__(self, scope: Scope, axes: tuple[str, ...]) -> None:
-        self._backend, self._axes = scope.backend, axes
+        self._scope, self._backend, self._axes = scope, scope.backend, axes
 
     def _own(self) -> Any:
-        return self._backend.rank_along(self._backend.mesh.axis_names)
+        return _rank_along(self._scope, self._backend.mesh.axis_names)
 
     def __getitem__(self, rank: Any) -> Any:
         """Returns the position of a rank, also of one that differs by rank."""
         mesh, own = self._backend.mesh, self._own()
         if getattr(rank, "values", rank) == getattr(own, "values", own):  # this rank's
-            return self._backend.rank_along(self._axes)
+            return _rank_along(self._scope, self._axes)
         place, others = mesh.coordinates(rank), mesh.coordinates(own)
         apart = [a for a in mesh.axis_names if a not in self._axes and place[a] != others[a]]
         if apart:
@@ -158,7 +170,7 @@ class _Answers(World):
                 f"{scope.backend.mesh}. Use axis_index(axis), a tensor that varies, or "
                 "axis_group(mesh, axis).rank()."
             )
-        return scope.backend.rank_along(axes)
+        return _rank_along(scope, axes)
 
     def size(self, group: Any) -> int | None:
         """Returns the number of ranks of torch's group of axes, on the mesh of the body."""
@@ -180,7 +192,7 @@ class _Answers(World):
         names = mesh.mesh_dim_names
         if scope is None or names is None or not {*names} <= {*scope.backend.mesh.axis_names}:
             return None
-        return [scope.backend.rank_along((axis,)) for axis in names]
+        return [_rank_along(scope, (axis,)) for axis in names]
 
     def variable(self, name: str) -> str | None:
         """Returns a variable of the environment."""
@@ -192,7 +204,7 @@ class _Answers(World):
         mesh = scope.backend.mesh
         if name in _SIZES:
             return str(mesh.size) if mesh.device_mesh is None else None
-        rank: Any = 0 if name == "GROUP_RANK" else scope.backend.rank_along(mesh.axis_names)
+        rank: Any = 0 if name == "GROUP_RANK" else _rank_along(scope, mesh.axis_names)
         if _is_checked(scope) and type(rank) is not int:
             rank.refuse(
                 f"{name} of the environment is text, which cannot differ by rank.",

@@ -123,8 +123,9 @@ class FlightRecorder:
             return None
         path = folder / f"rank-{rank:05}.json"
         dump = {"rank": rank, "reason": reason, "entries": [*map(astuple, self.entries())]}
-        # No link is followed: whoever may write to the folder may have put one there.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
+        # No link is followed, nor a pipe waited for: whoever may write here may have put one there.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         with suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
             json.dump(dump, file, indent=1)
             return path
@@ -241,11 +242,12 @@ def read_dump(path: Path) -> Dump:
         PostmortemError: the file is no dump.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        raw = json.loads(text)
         entries = [
             Entry(int(seq), int(call), *map(str, rest)) for seq, call, *rest in raw["entries"]
         ]
         return Dump(int(raw["rank"]), str(raw["reason"]), entries)
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+    except (KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         text = f"{path} is no dump of shardmap_torch's flight recorder."
         raise PostmortemError(text) from error

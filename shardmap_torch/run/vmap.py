@@ -29,6 +29,7 @@ from shardmap_torch.core.torch_private.engine import (
 from shardmap_torch.core.tree import Placed, Tree
 from shardmap_torch.errors import ShardTypeError, TransformError, listing
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.ops.asking import ANSWERING
 from shardmap_torch.spec import P
 
 _DRAWS: Final = (
@@ -74,8 +75,9 @@ def run(call: Call) -> Tree:
 
     watch = Untouched(call, operands[: len(call.crossing)])
     sizes = {axis: call.mesh.shape[axis] for axis in axes}
-    quietly = nullcontext() if torch.compiler.is_dynamo_compiling() else _silent_fallbacks()
-    with nullcontext() if is_checked(call) else RefusingDropped(call.name), quietly:
+    traced = torch.compiler.is_dynamo_compiling()
+    quietly, answering = (nullcontext(),) * 2 if traced else (_silent_fallbacks(), ANSWERING)
+    with nullcontext() if is_checked(call) else RefusingDropped(call.name), quietly, answering:
         stacked = _nest(body, sizes, batching)(*operands)
     watch.check()
     result = results[0]

@@ -1,5 +1,6 @@
 """The dumps of the ranks are compared, and the first difference is shown; no link is followed."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -90,6 +91,16 @@ def test_a_dump_is_written_into_no_file_that_a_link_names(folder: Path) -> None:
     (folder / "rank-00000.json").symlink_to(precious)
     assert record(SUM).write(0, "gone") is None
     assert precious.read_text() == "years of work"
+
+
+def test_a_pipe_in_the_place_of_a_dump_is_not_waited_for(folder: Path) -> None:
+    folder.mkdir()
+    path = folder / "rank-00000.json"
+    os.mkfifo(path)
+    assert record(SUM).write(0, "gone") is None
+    with pytest.raises(PostmortemError) as error:
+        main([str(folder)])
+    assert str(error.value) == f"{path} is no dump of shardmap_torch's flight recorder."
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -13,7 +14,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardmap_torch import Mesh, P, ShardTypeError, axis_group, axis_index, make_mesh, shard_map
+from shardmap_torch import (
+    CollectiveError,
+    Mesh,
+    P,
+    ShardTypeError,
+    axis_group,
+    axis_index,
+    make_mesh,
+    shard_map,
+)
 from shardmap_torch.checker.rewrites.rank_numbers import Asking, RankNumber
 from tests.programs.support.everywhere import KINDS, run_on, same
 from tests.support.pool import Gloo
@@ -200,6 +210,46 @@ def test_an_unchecked_body_gets_the_environment_of_its_rank() -> None:
     asked = vars(type(os.environ))["__getitem__"]
     f()
     assert vars(type(os.environ))["__getitem__"] is asked
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+def test_what_is_no_rank_is_answered_alike_however_ranks_are_simulated(
+    simulate: Any, check: bool
+) -> None:
+    mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate=simulate)
+
+    def body(x: Tensor) -> Tensor:
+        return x * dist.get_world_size() if dist.is_initialized() else x
+
+    on_both = P(("dp", "tp"))
+    f = shard_map(body, mesh=mesh, in_specs=on_both, out_specs=on_both, check=check)
+    assert f(torch.ones(4)).tolist() == [4.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("ask", "asked"),
+    [
+        (dist.get_rank, "rank() of the group of 'tp' is a number, and here all ranks run the body"),
+        (
+            dist.get_node_local_rank,
+            "The body asks for its rank, a number, and here all ranks run it",
+        ),
+        (
+            lambda: int(os.environ.get("RANK", "0")),
+            "The body asks for its rank, a number, and here all ranks run it",
+        ),
+    ],
+)
+def test_one_program_for_all_ranks_is_given_no_rank(ask: Callable[[], int], asked: str) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="vmap")
+    f = shard_map(lambda x: x + ask(), mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check=False)
+    text = (
+        f"{asked} as one program. Use axis_index(axis), a tensor that varies, or let a spec or "
+        "convert(x, axis, src=R, dst=V, dim=0) take this rank's part."
+    )
+    with pytest.raises(CollectiveError, match=f"^{re.escape(text)}$"):
+        f(torch.ones(2))
 
 
 OPERATIONS: Final = (
