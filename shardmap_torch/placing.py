@@ -1,7 +1,6 @@
 """`device_put`, `from_local` and `full`: place trees of values on a mesh, and gather them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -32,7 +31,8 @@ from shardmap_torch.errors import SpecError, listing, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.run.agree import compared as compared
 from shardmap_torch.run.agree import control_of as control_of
-from shardmap_torch.run.agree import shown_shard
+from shardmap_torch.run.agree import number as number
+from shardmap_torch.run.agree import shown_shard as shown_shard
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.safety.equal_values import Copies
 from shardmap_torch.run.safety.equal_values import copies_of as copies_of
@@ -87,7 +87,11 @@ def device_put(
     def copies(leaves: tuple[Placed[P | None], ...]) -> Copies | None:
         return copies_of({leaf.path: leaf.value for leaf in leaves})
 
-    run = lambda leaves: _replace(moved, leaves, put)  # noqa: E731
+    def run(leaves: tuple[Placed[P | None], ...]) -> X:
+        placed = _replace(moved, leaves, put)
+        number(flatten(placed)[0])
+        return placed
+
     return compared("device_put", on, read, _described, run, copies)
 
 
@@ -152,8 +156,10 @@ def full(tree: X) -> X:
     def copies(leaves: list[Any]) -> Copies | None:
         return copies_of({f"DTensor {at}": x for at, x in enumerate(leaves)})
 
-    described = partial(map, shown_shard)
-    return compared("full", None, lambda: shards, described, gather, copies)
+    def describe(leaves: list[Any]) -> list[str]:
+        return [f"  {shown_shard(x, at)}" for at, x in enumerate(leaves)]
+
+    return compared("full", None, lambda: shards, describe, gather, copies)
 
 
 def _full(leaf: Any) -> Any:
@@ -169,9 +175,9 @@ def _full(leaf: Any) -> Any:
 
 def _described(placed: Iterable[Placed[P | None]]) -> Iterator[str]:
     """Describes what is placed, by lines that are equal where plain values are."""
-    for leaf in filter(crosses, placed):
+    for at, leaf in enumerate(filter(crosses, placed)):
         x = base_of(leaf.value)
-        what = shown_shard(x) if is_dtensor(x) else f"{show_shape(x.dtype, x.shape)}, hash "
+        what = shown_shard(x, at) if is_dtensor(x) else f"{show_shape(x.dtype, x.shape)}, hash "
         what += "" if is_dtensor(x) else hash_text(x, _PLACED)
         yield f"  {leaf.path}: {what}, {leaf.spec!r}"
 

@@ -231,8 +231,25 @@ def number(results: Iterable[object]) -> None:
             x._shardmap_made = call, at  # type: ignore[attr-defined]  # read below
 
 
-def shown_shard(x: "DTensor") -> str:
+def made_by(x: "DTensor", at: int) -> tuple[int, int]:
+    """Returns the call and the position of a DTensor there, as a result or else at its first use.
+
+    Its values are of this rank alone, and another one in its place would not be noticed. Positions
+    of arguments count down from -1; `at` is that in this call.
+    """
+    made: tuple[int, int] | None = getattr(x, "_shardmap_made", None)
+    if made is None:
+        made = x._shardmap_made = call_number(), -1 - at  # type: ignore[attr-defined]
+    return made
+
+
+def shown_made(made: tuple[int, int]) -> str:
+    """Formats what `made_by` returns."""
+    call, at = made
+    what = f"result {at}" if at >= 0 else f"argument {-1 - at}"
+    return f", {what} of call {call}" if call else ""
+
+
+def shown_shard(x: "DTensor", at: int = 0) -> str:
     """Formats shape, placements and number of a DTensor, whose values are not compared."""
-    call, at = getattr(x, "_shardmap_made", (0, 0))
-    made = f", result {at} of call {call}" if call else ""
-    return f"  {show_shape(x.dtype, x.shape)}, placed {x.placements}{made}"
+    return f"{show_shape(x.dtype, x.shape)}, placed {x.placements}{shown_made(made_by(x, at))}"

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial
 from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
 from shardmap_torch.errors import CheckpointError, listing, show_shape
-from shardmap_torch.placing import compared, control_of, copies_of
+from shardmap_torch.placing import compared, control_of, copies_of, number, shown_shard
 from shardmap_torch.saving import folders, manifest
 from shardmap_torch.saving.manifest import Entry, Manifest, Value
 from shardmap_torch.saving.storage import RankFiles, RankFilesReader
@@ -159,6 +159,7 @@ def load(
     with naming_ranks(f"Loading {where}"), torch.no_grad():
         reader = RankFilesReader(where, saved)
         state_dict_loader.load(dict(new), storage_reader=reader, no_dist=is_alone())
+    number(new.values())
     leaves: list[Any] = [new.get(path, saved.values.get(path)) for path in _paths(tree)]
     loaded: X = unflatten(flatten(tree)[1], leaves)
     return loaded
@@ -279,14 +280,14 @@ def described(
 ) -> list[str]:
     """Describes a tree and other arguments by lines, equal on ranks where these are equal."""
     known = {path: repr(x) if by_value else type(x).__name__ for path, x in values.items()}
-    known |= {path: _shown(x, by_value) for path, x in tensors.items()}
-    return [what, *(f"{path}: {text}" for path, text in known.items())]
+    shown = {path: _shown(x, by_value, at) for at, (path, x) in enumerate(tensors.items())}
+    return [what, *(f"{path}: {text}" for path, text in (known | shown).items())]
 
 
-def _shown(x: Tensor, by_value: bool) -> str:
+def _shown(x: Tensor, by_value: bool, at: int) -> str:
     kind = show_shape(x.dtype, x.shape)
     if isinstance(x, DTensor):
-        return f"{kind}, placed {x.placements}"
+        return shown_shard(x, at) if by_value else f"{kind}, placed {x.placements}"
     return f"{kind}, hash {hash_text(x)}" if by_value else kind
 
 

@@ -38,7 +38,8 @@ QUICK = [
     *("other gather size", "other static", "rejected on one", "other mesh"),
     *("unchecked other comm dtype", "unchecked other size", "unchecked other function"),
     *("full of a stale copy", "placing of a stale copy", "saving of a stale copy"),
-    "saving of one number of many",
+    *("saving of one number of many", "saving of another", "placed in another order"),
+    *("a result of an earlier call", "another of two that torch made"),
 ]
 
 

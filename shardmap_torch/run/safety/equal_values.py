@@ -27,7 +27,7 @@ from shardmap_torch.core.source_location import Site, call_site, site_calling
 from shardmap_torch.core.torch_private import engine
 from shardmap_torch.errors import show_shape
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run.agree import posting_errors
+from shardmap_torch.run.agree import made_by, posting_errors, shown_made
 from shardmap_torch.spec import P
 
 WHOLE: Final = 100
@@ -63,13 +63,14 @@ class EqualValues:
         self._calls += 1
         leaves, dtensor = call.leaves, dtensor_class()
         plain = [at for at in call.match.crossing if type(leaves[at]) is not dtensor]
+        made = {at: made_by(leaves[at], at) for at in call.crossing if type(leaves[at]) is dtensor}
         is_new = call.match is not self._newest or plain != self._plain
         if is_new or control.era is not self._era:
             is_new = self._is_new(call, plain, control)
         if is_new or self._always or setting is not None or self._calls % WHOLE == 0:
-            return ValuesOfCall(call, call.crossing, closures, None)
-        has_none = not (plain or closures or _is_altered())
-        return None if has_none else ValuesOfCall(call, plain, closures, self._calls)
+            return ValuesOfCall(call, call.crossing, closures, made, None)
+        has_none = not (plain or closures or made or _is_altered())
+        return None if has_none else ValuesOfCall(call, plain, closures, made, self._calls)
 
     def _is_new(self, call: Call, plain: list[int], control: Control) -> bool:
         """Returns whether no call had such arguments; by shapes, as a match may be made anew."""
@@ -101,9 +102,18 @@ class ValuesOfCall:
     _site: Site | None = None
 
     def __init__(
-        self, call: Call, positions: Sequence[int], closures: Sequence[Tensor], turn: int | None
+        self,
+        call: Call,
+        positions: Sequence[int],
+        closures: Sequence[Tensor],
+        made: Mapping[int, tuple[int, int]],
+        turn: int | None,
     ) -> None:
-        """Begins to read the bits at some positions: all without a turn, or else a sample."""
+        """Begins to read the bits at some positions: all without a turn, or else a sample.
+
+        `made` says of each DTensor which one it is; see `made_by`.
+        """
+        self._made = made
         self._call, self._turn, self._is_altered = call, turn, _is_altered()
         self.is_whole = turn is None
         self._copies: list[_Copy] = []
@@ -142,7 +152,8 @@ class ValuesOfCall:
     def digest(self) -> int:
         """Hashes the bits of plain tensors, and which they are."""
         bits = 0 if self._bits is None else self._bits.digest()
-        return hash((self._turn or 0, self._is_altered, bits, *[at for at, _ in self._values]))
+        places = [at for at, _ in self._values]
+        return hash((self._turn or 0, self._is_altered, bits, *self._made.values(), *places))
 
     def kinds(self) -> Iterator[str]:
         """Yields lines that say how each value is compared."""
@@ -151,6 +162,8 @@ class ValuesOfCall:
         places = {at for at, _ in self._values}
         for position in self._call.crossing:
             kind = "a plain tensor" if position in places else "a DTensor, or without data"
+            if position in self._made:
+                kind = f"a DTensor{shown_made(self._made[position])}"
             yield f"  {self._call.match.paths[position]}: {kind}"
 
     def rows(self) -> list[Value]:

@@ -370,6 +370,30 @@ def saving_of_one_number_of_many(k: Kit) -> None:
     save({"x": x}, SAVED, 1)
 
 
+def placed_in_another_order(k: Kit) -> None:
+    one, two = [device_put(x, k.mesh, P(k.axes)) for x in (X, X.flip(0))]
+    for x in (two, one) if k.odd else (one, two):
+        k.sum(x)
+
+
+def a_result_of_an_earlier_call(k: Kit) -> None:
+    step, w = k.map(lambda w: w * 0.9, out=P(k.axes)), device_put(X, k.mesh, P(k.axes))
+    for at in range(3):
+        new = step(w)
+        w = w if k.odd and at == 1 else new
+
+
+def another_of_two_that_torch_made(k: Kit) -> None:
+    one, two = [device_put(x, k.mesh, P(k.axes)) * 2 for x in (X, X.flip(0))]
+    for x in (one, two, two if k.odd else one):  # each is known from its first use on
+        k.sum(x)
+
+
+def saving_of_another(k: Kit) -> None:
+    one, two = [device_put(x, k.mesh, P(k.axes)) for x in (X, X.flip(0))]
+    save({"x": two if k.odd else one}, SAVED, 1)
+
+
 def a_dtensor_on_one(k: Kit) -> None:
     x = device_put(X, k.mesh, P(k.axes))
     k.gather(x if k.odd else X)
