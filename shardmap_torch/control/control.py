@@ -92,6 +92,7 @@ class Control:
         progress: that of this rank, with its newest call, recoveries and failure.
         waiting: its waits for other ranks.
         era: another object after each difference and recovery, which ranks have in common.
+        num_errors: grows with each difference, and with recoveries, on all ranks alike.
         compares_each: whether each collective is compared before it begins.
     """
 
@@ -107,7 +108,7 @@ class Control:
         self._pending: tuple[Comparison, _Told] | None = None
         self._late: list[Values] = []
         self.era = object()
-        self._num_reports = 0
+        self.num_errors = 0
         self._everyone = RankGroup(CHECK, tuple(range(self.size)))
         # Other ranks may not read the addresses of an earlier control over this store.
         self._number = default_store().add(f"shardmap_torch/controls/{self.rank}", 1)
@@ -357,12 +358,12 @@ class Control:
         progress, site = self.progress, call_site()
         # Not that of the check: checks are counted anew after an error, and an old report may be
         # on the board still.
-        self._num_reports += 1
+        self.num_errors += 1
         text, compared = told
         values = [row for each in compared for row in each.rows()]
         text = "\n".join([text, *(line for each in compared for line in each.kinds())])
         place = "" if site is None else site.place
-        progress.report = own = Report(self._num_reports, place, text, values)
+        progress.report = own = Report(self.num_errors, place, text, values)
         self._board.touch()
         limit = min(2 * _GATHER, self.timeout.total_seconds())
         reports, name = self._board.reports(own, limit), progress.call[1]
@@ -404,7 +405,7 @@ class Control:
                 f"recover() was not called by all ranks within {self.timeout}:\n{described}"
             )
         self._history.restart()
-        self._num_reports = self.progress.epoch * _REPORTS  # the same again on all ranks
+        self.num_errors = self.progress.epoch * _REPORTS  # the same again on all ranks
         progress.call = 0, ""
         self._exchange.close()
         self._exchange = self._connected()

@@ -235,12 +235,18 @@ def made_by(x: "DTensor", at: int) -> tuple[int, int]:
     """Returns the call and the position of a DTensor there, as a result or else at its first use.
 
     Its values are of this rank alone, and another one in its place would not be noticed. Positions
-    of arguments count down from -1; `at` is that in this call.
+    of arguments count down from -1; `at` is that in this call. After an error some ranks have used
+    what others have not, so that first uses count anew.
     """
     made: tuple[int, int] | None = getattr(x, "_shardmap_made", None)
-    if made is None:
-        made = x._shardmap_made = call_number(), -1 - at  # type: ignore[attr-defined]
-    return made
+    if made is not None:
+        return made
+    control = current()
+    errors = 0 if control is None else control.num_errors
+    used: tuple[int, int, int] | None = getattr(x, "_shardmap_used", None)
+    if used is None or used[0] != errors:
+        used = x._shardmap_used = errors, call_number(), -1 - at  # type: ignore[attr-defined]
+    return used[1:]
 
 
 def shown_made(made: tuple[int, int]) -> str:

@@ -30,6 +30,7 @@ OURS = {
 }
 OWN = {  # what the odd rank raises by itself
     "error in a body": "ValueError",
+    "error before a first use": "ValueError",
     "error between collectives": "ValueError",
     "returns early": "RuntimeError",
 }
@@ -40,6 +41,7 @@ QUICK = [
     *("full of a stale copy", "placing of a stale copy", "saving of a stale copy"),
     *("saving of one number of many", "saving of another", "placed in another order"),
     *("a result of an earlier call", "another of two that torch made"),
+    "error before a first use",
 ]
 
 
@@ -56,7 +58,8 @@ def run_cases(rank: int, shape: Shape, names: Sequence[str], odd: int) -> dict[s
         except Exception as error:
             told[name] = type(error).__name__, str(error), time.monotonic() - began
         mesh.recover()
-        assert torch.equal(kit.sum(X), X.sum(0))  # the mesh works again
+        for x in (X, kit.unused):
+            assert torch.equal(kit.sum(x), X.sum(0))  # the mesh works again
     return told
 
 

@@ -56,6 +56,7 @@ class Kit:
             known(X)
         for known in (self.flagged, self.failing, self.failing_late):
             known(X)
+        self.unused: Any = device_put(X, mesh, P(self.axes)) * 1
         self.sum(torch.ones(16, 4))
         self.gather(torch.ones(16, 4))
         for name in ("weighted", "gated"):
@@ -222,6 +223,12 @@ def error_in_a_body(k: Kit) -> None:
     with bad_data(k):
         k.failing(X)
     k.sum(X)
+
+
+def error_before_a_first_use(k: Kit) -> None:
+    if k.odd:
+        raise ValueError("the data is bad")
+    k.sum(k.unused)
 
 
 def error_between_collectives(k: Kit) -> None:
