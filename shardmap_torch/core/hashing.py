@@ -105,6 +105,7 @@ def _bits(x: Tensor, turn: int | None) -> bytes | Tensor:
 
 def has_bits(x: Tensor) -> bool:
     """Returns whether it has data that can be read."""
+    x = base_of(x)
     if x.layout is not torch.strided or x.is_meta or x.is_nested:
         return False
     # Other kinds are wrapped around tensors, or are fake; FSDP2 frees the memory of some.
