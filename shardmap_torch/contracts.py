@@ -270,8 +270,8 @@ def _text(hint: Any) -> str:
     return text
 
 
-def _shown(value: object) -> str:
+def _shown(value: Any) -> str:
     """Formats an argument: tensors by dtype and shape."""
-    if isinstance(value, Tensor):
+    if issubclass(type(value), Tensor):  # an instance may lie about its class
         return show_shape(value.dtype, [] if value.is_nested else value.shape)
     return show(value)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import threading
+import weakref
 from collections import UserList
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -19,6 +22,7 @@ from shardmap_torch import (
     CollectiveError,
     Function,
     I,
+    LayerError,
     P,
     ShardMapError,
     ShardTypeError,
@@ -314,3 +318,19 @@ def test_a_body_may_refer_to_a_tensor_that_is_not_dense_and_not_use_it(
     assert torch.equal(mapped(X, False), X)
     with pytest.raises(ShardTypeError, match="closes over a nested, quantized or sparse tensor"):
         mapped(X, True)
+
+
+def test_an_argument_that_cannot_be_asked_for_its_class_or_lies_about_it_is_named() -> None:
+    class Lies:
+        __class__: Any = Tensor
+
+    for value in (Lies(), _gone()):
+        with pytest.raises(LayerError, match=r"^row_linear: x=.* is no Tensor\. weight="):
+            nn.row_linear(threading.local(), value, "a")  # type: ignore[arg-type]
+
+
+def _gone() -> Any:
+    class Gone:
+        pass
+
+    return weakref.proxy(Gone())
