@@ -44,7 +44,7 @@ def _rank_along(scope: Scope, axes: tuple[str, ...]) -> Any:
             "axis_index(axis), a tensor that varies, or let a spec or convert(x, axis, src=R, "
             "dst=V, dim=0) take this rank's part."
         )
-    return rank or 0
+    return 0 if rank is None else rank
 
 
 def _axes_of(mesh: Mesh, group: Any) -> tuple[str, ...] | None:
