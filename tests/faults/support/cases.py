@@ -37,6 +37,7 @@ class Kit:
         self.mesh, self.odd, self.flag = mesh, odd, False
         self.axes: Any = mesh.axis_names
         axis = mesh.axis_names[-1]
+        self.unused: Any = device_put(X, mesh, P(self.axes)) * 1
         self.sum = self.map(lambda x: all_reduce(x.sum(0), self.axes, dst=I))
         self.double = self.map(lambda x: all_reduce((2 * x).sum(0), self.axes, dst=I))
         self.gather = self.map(lambda x: all_gather(x, self.axes, dst=I))
@@ -56,7 +57,6 @@ class Kit:
             known(X)
         for known in (self.flagged, self.failing, self.failing_late):
             known(X)
-        self.unused: Any = device_put(X, mesh, P(self.axes)) * 1
         self.sum(torch.ones(16, 4))
         self.gather(torch.ones(16, 4))
         for name in ("weighted", "gated"):
