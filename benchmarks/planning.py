@@ -3,17 +3,19 @@
     .venv/bin/python -m benchmarks.planning
     .venv/bin/python -m benchmarks.planning torchtitan  # rows of this source alone
     .venv/bin/python -m benchmarks.planning meshes      # best_mesh beside what authors chose
+    .venv/bin/python -m benchmarks.planning times       # seconds of estimates and of a search
 
-A Llama, or a GPT, over "fsdp" and "tp": float32 shards gathered a layer ahead in bfloat16, layers
-recomputed as the row says, positions sharded between the layers where "tp" has several ranks,
-AdamW and clipping. Steps that accumulate gradients are estimated for one microbatch.
+A Llama, or a GPT, over "fsdp" and "tp", and "dp" and "cp" if the mesh has them: float32 shards
+gathered a layer ahead in bfloat16, layers recomputed as the row says, positions sharded between the
+layers where "tp" has several ranks, AdamW and clipping. Steps that accumulate gradients are
+estimated for one microbatch.
 """
 
 import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -31,6 +33,7 @@ from shardmap_torch import (
     S,
     ShapeDtype,
     SpecError,
+    all_gather,
     all_reduce,
     axis_size,
     make_mesh,
@@ -113,7 +116,8 @@ def specs_of(llama: Llama) -> Params:
     }
 
 
-Tables: TypeAlias = tuple[Tensor, Tensor]
+Tables: TypeAlias = tuple[Tensor, ...]
+"""Cosines and sines; where sequences are sharded also which positions each one sees."""
 
 
 ATEN: Final = torch.ops.aten
@@ -132,15 +136,19 @@ def block(
 
 def wide(w: Params, x: Tensor, tables: Tables, llama: Llama) -> tuple[Tensor, Tensor]:
     """Returns x after attention, and the hidden values of the MLP."""
+    cos, sin, *seen = tables
     h = nn.rms_norm(x, w["attention_norm"], "tp", weight_type=R)
     q, key, value = nn.column_linear(h, [w["q"], w["k"], w["v"]], "tp", src=S(1), overlap="off")
     if llama.gated:
-        q, key = nn.rotary(q, tables), nn.rotary(key, tables)
-    if llama.fused:
+        q, key = nn.rotary(q, (cos, sin)), nn.rotary(key, (cos, sin))
+    if seen:  # as of Llama 3 (arXiv 2407.21783, section 3.3.2)
+        key, value = (all_gather(each, "cp", dim=1, dst=R) for each in (key, value))
+        made = nn.attention(q, key, value, mask=seen[0])
+    elif llama.fused:
         made = nn.attention(q, key, value, causal=True)
     else:
-        seen = torch.ones(2 * [q.shape[1]], dtype=torch.bool).tril()
-        made = nn.attention(q, key, value, mask=seen)
+        before = torch.ones(2 * [q.shape[1]], dtype=torch.bool).tril()
+        made = nn.attention(q, key, value, mask=before)
     x = x + nn.row_linear(made, w["out"], "tp", dst=S(1), overlap="off")
     h = nn.rms_norm(x, w["mlp_norm"], "tp", weight_type=R)
     if not llama.gated:
@@ -164,25 +172,46 @@ def run_layers(
     return x
 
 
-def loss_of(params: Params, batch: Tensor, llama: Llama, recompute: Recompute) -> Tensor:
-    """Batch [b, t + 1] -> mean nats a token."""
+def loss_of(
+    params: Params, batch: Tensor, llama: Llama, recompute: Recompute, others: tuple[str, ...]
+) -> Tensor:
+    """Batch [2, b, t/cp] of tokens and targets -> mean nats a token."""
     params = optree.tree_map(lambda p: p.bfloat16(), params)
-    tokens, targets = batch[:, :-1], batch[:, 1:]
+    tokens, targets = batch
     names = ("embedding", "norm", "unembedding")
     specs = specs_of(llama)
     root = nn.fsdp_gather({n: params[n] for n in names}, {n: specs[n] for n in names}, "fsdp")
     x = nn.vocab_parallel_embedding(tokens, root["embedding"], "tp", dst=S(1))
-    at = nn.positions(tokens.shape[1])
-    tables = nn.rotary_tables(at, llama.width // llama.heads, dtype=torch.bfloat16)
+    tables = tables_of(tokens.shape[1], llama, others)
     x = run_layers(params["layers"], x, tables, llama, recompute)
     x = nn.rms_norm(x, root["norm"], "tp", weight_type=R)
     logits = nn.column_linear(x, root["unembedding"], "tp", src=S(1), overlap="off")
     if axis_size("tp") == 1:
         nats = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        return all_reduce(nats, ("fsdp", "tp"), op="mean", dst=I)
+        return all_reduce(nats, ("fsdp", "tp", *others), op="mean", dst=I)
     return nn.vocab_parallel_cross_entropy(
-        logits.float(), targets, "tp", batch_axis="fsdp", ignore_index=None
+        logits.float(), targets, "tp", batch_axis=("fsdp", *others), ignore_index=None
     )
+
+
+def tables_of(length: int, llama: Llama, others: tuple[str, ...]) -> Tables:
+    """Returns what all layers share, for so many positions of this rank."""
+    everything = nn.positions(length * axis_size("cp")) if "cp" in others else nn.positions(length)
+    at = nn.positions(len(everything), "cp") if "cp" in others else everything
+    tables = nn.rotary_tables(at, llama.width // llama.heads, dtype=torch.bfloat16)
+    return (*tables, at[:, None] >= everything) if "cp" in others else tables
+
+
+def others_of(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes beside "fsdp" and "tp", over which all parameters are equal."""
+    return tuple(axis for axis in ("dp", "cp") if axis in mesh.shape)
+
+
+def batch_spec(mesh: Mesh) -> P:
+    """Returns the spec of tokens and targets [2, b, t]."""
+    others = others_of(mesh)
+    rows = ("dp", "fsdp") if "dp" in others else "fsdp"
+    return P(None, rows, "cp") if "cp" in others else P(None, rows)
 
 
 def build(
@@ -198,21 +227,21 @@ def build(
     With `donates` the optimizer updates in place, as those of published steps do.
     """
     specs, optimizer = specs_of(llama), adamw(1e-4, weight_decay=0.1)
-    state_specs = optimizer.specs(specs)
+    state_specs, others = optimizer.specs(specs), others_of(mesh)
 
-    def step(params: Params, state: Any, tokens: Tensor) -> tuple[Params, Any, Tensor]:
-        value, grads = value_and_grad(loss_of)(params, tokens, llama, recompute)
-        grads = sync_gradients(grads, specs)
+    def step(params: Params, state: Any, batch: Tensor) -> tuple[Params, Any, Tensor]:
+        value, grads = value_and_grad(loss_of)(params, batch, llama, recompute, others)
+        grads = sync_gradients(grads, specs, others)
         grads, _ = clip_by_global_norm(grads, specs, 1.0)
         return *optimizer.update(params, grads, state, in_place=donates), value
 
-    in_specs, out_specs = (specs, state_specs, P("fsdp")), (specs, state_specs, P())
+    in_specs, out_specs = (specs, state_specs, batch_spec(mesh)), (specs, state_specs, P())
     donate = ("params", "state") if donates else ()
     mapped = shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, donate=donate)
     params = optree.tree_map(ShapeDtype, llama.shapes(), is_leaf=lambda x: isinstance(x, tuple))
     state = {"step": ShapeDtype((), torch.int64), "exp_avg": params, "exp_avg_sq": params}
-    tokens = ShapeDtype((batch * mesh.shape["fsdp"], length + 1), torch.int64)
-    return mapped, (params, state, tokens)
+    num_rows = batch * mesh.shape["fsdp"] * mesh.shape.get("dp", 1)
+    return mapped, (params, state, ShapeDtype((2, num_rows, length), torch.int64))
 
 
 LLAMA_3_8B: Final = Llama(4096, 32, 32, 8, 14336, 128256)
@@ -427,11 +456,52 @@ def meshes() -> None:
         print(f"theirs {chosen} is {theirs.seconds / proposed.best.seconds:.2f} times as long")
 
 
-def _global_step(llama: Llama, batch: int, mesh: Mesh) -> tuple[Callable[..., Any], Any]:
+LARGEST: Final[tuple[Mapping[str, int], ...]] = (
+    {"fsdp": 2048, "tp": 8},
+    {"dp": 4, "fsdp": 64, "cp": 8, "tp": 8},
+)
+"""Meshes of 16,384 ranks; with "cp" the length is 131,072, else 8,192."""
+
+
+def times() -> None:
+    """Prints the seconds of estimates of Llama 3 405B, and of a search of 256 candidates for 8B."""
+    for shape in LARGEST:
+        mesh = make_mesh(tuple(shape.values()), tuple(shape), kind="abstract")
+        length = 131_072 if "cp" in shape else 8_192
+        step, args = build(mesh, LLAMA_3_405B, 1, length, donates=True)
+        start = time.perf_counter()
+        found = estimate(step, *args, hardware=H100)
+        seconds = time.perf_counter() - start
+        print(f"405B, {mesh}: {seconds:.1f} s, {len(found.run.steps):,} steps", flush=True)
+    start = time.perf_counter()
+    choices = {"recompute": ("full", "op", "half", "none"), "batch": range(64, 1025, 64)}
+    ranking = best_mesh(
+        _candidate,
+        64,
+        axes=("fsdp", "tp"),
+        hardware=H100,
+        processes=2,
+        layers=LLAMA_3_8B.layers,
+        choices={name: list(values) for name, values in choices.items()},
+    )
+    seconds = time.perf_counter() - start
+    built = sum(each.figures is not None for each in ranking.candidates)
+    print(f"8B on 64: {len(ranking.candidates)} candidates, {built} have a step: {seconds:.1f} s")
+
+
+def _candidate(
+    mesh: Mesh, layers: int, batch: int, recompute: Recompute
+) -> tuple[Callable[..., Any], Any]:
+    return _global_step(replace(LLAMA_3_8B, layers=layers), batch, mesh, recompute)
+
+
+def _global_step(
+    llama: Llama, batch: int, mesh: Mesh, recompute: Recompute = "full"
+) -> tuple[Callable[..., Any], Any]:
     if batch % mesh.shape["fsdp"]:
         raise SpecError(f"{mesh.shape['fsdp']} ranks do not divide {batch} sequences")
-    return build(mesh, llama, batch // mesh.shape["fsdp"], 8192, donates=True)
+    return build(mesh, llama, batch // mesh.shape["fsdp"], 8192, recompute, donates=True)
 
 
 if __name__ == "__main__":
-    meshes() if sys.argv[1:] == ["meshes"] else main()
+    {"meshes": meshes, "times": times}.get(" ".join(sys.argv[1:]), main)()

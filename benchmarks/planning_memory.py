@@ -120,7 +120,7 @@ def _llama(
         )
         specs = planning.specs_of(llama)
         state_specs = {"step": P(), "exp_avg": specs, "exp_avg_sq": specs}
-        return step, args, (specs, state_specs, P("fsdp"))
+        return step, args, (specs, state_specs, planning.batch_spec(mesh))
 
     return build
 
