@@ -253,6 +253,28 @@ def test_as_many_draws_as_a_rank_has_rows_are_a_shard_of_as_many_of_all(name: st
             check_program(f, torch.ones(8, 16))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, w: w.new_empty(x.shape[0], 1).uniform_(),
+        lambda x, w: torch.rand_like(w.new_zeros(x.shape[0], 1)),
+        lambda x, w: functional.dropout(w.new_ones(x.shape[0], 1)),
+    ],
+)
+def test_equal_draws_are_no_shards_of_as_many_of_all(draw: Callable[..., Tensor]) -> None:
+    """Both ranks have the same two numbers, and one device has four."""
+    mesh = make_mesh((2,), ("dp",), kind="abstract")
+    f = shard_map(
+        lambda x, w: x * draw(x, w),
+        mesh=mesh,
+        in_specs=(P("dp"), P()),
+        out_specs=P("dp"),
+        check="global",
+    )
+    with pytest.raises(ShardTypeError, match="all ranks draw the same, and it is sharded"):
+        check_program(f, torch.ones(4, 2), torch.ones(3))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_generator_of_the_body_may_draw_the_same_on_each_rank(num_ranks: int) -> None:
     def body(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from shardmap_torch.checker.rules.infer import Types, draws, is_factor, named_te
 from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
 from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
-from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DRAWN, PER_RANK
+from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DRAWN, PER_RANK, SHARD
 from shardmap_torch.checker.spmd.ops.aten_rules import DRAW, propagate
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.ops.reductions import carried
@@ -265,6 +265,13 @@ class Operations:
             for axis, axis_type in self._notes.types(result)
             if axis_type == V and axis not in shard.axes and axis not in partial
         )
+        equal = [axis for axis, own in self._notes.types(result) if axis in shard.axes and own != V]
+        if equal and draws(call.op, call.arguments):
+            raise UnrelatedError(
+                f"over {equal[0]!r} all ranks draw the same, and it is sharded along dim "
+                f"{shard.sharded_by(equal[0])}",
+                SHARD,
+            )
         mean, scale = ONE, summed.scale
         if sharded.means:
             mean = Fraction(prod(self._notes.sizes[axis] for axis in sharded.means))

@@ -40,6 +40,11 @@ DRAWN: Final = (
 )
 """Advice for draws that are not this rank's part of a draw on one device."""
 
+SHARD: Final = (
+    "draw like a tensor that is sharded so, as torch.rand_like(x), or x.new_empty(...).uniform_()."
+)
+"""Advice for equal draws where one device draws other numbers for each rank."""
+
 KEY: Final = "leave generator= out, or draw from a key of shardmap_torch.random."
 """Advice for draws from a generator of the user's own."""
 
