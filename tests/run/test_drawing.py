@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardmap_torch import (
     Function,
@@ -301,6 +302,26 @@ def test_dropout_of_channels_over_a_sharded_position_is_refused() -> None:
     )
     with pytest.raises(ShardTypeError, match="takes a part of dim 2, which is sharded"):
         check_program(f, torch.ones(2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("check", [True, "global"])
+def test_draws_in_torchs_own_checkpoint_are_refused(check: Any) -> None:
+    """It would take the gradient of another mask."""
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    f = shard_map(
+        lambda x: torch_checkpoint(functional.dropout, x, use_reentrant=False),
+        mesh=mesh,
+        in_specs=P("dp"),
+        out_specs=P("dp"),
+        check=check,
+    )
+    with pytest.raises(ShardTypeError, match="draws within torch's own checkpoint"):
+        f(torch.ones(8, requires_grad=True))
+    around: Any = shard_map(functional.dropout, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    x = torch.ones(8, requires_grad=True)
+    y = torch_checkpoint(around, x, use_reentrant=False)
+    y.sum().backward()
+    assert torch.equal(y, x.grad)
 
 
 def checkpointed(mesh: Mesh) -> None:

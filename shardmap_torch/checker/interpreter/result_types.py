@@ -25,7 +25,12 @@ from shardmap_torch.checker.rules.infer import (
 )
 from shardmap_torch.checker.rules.lattice import Outcome, Refusal, plain
 from shardmap_torch.collectives.scope import Scope, current_scope
-from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
+from shardmap_torch.core.torch_private.engine import (
+    OpOverload,
+    current_autograd_node,
+    top_saved_tensors_hooks,
+)
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType, I, K, R, V
 
 
@@ -49,12 +54,25 @@ def drawn_types(
     seeded = arguments.get("generator") is None and not interpreter.is_decomposing
     if scope is None or scope.monitor is None or not seeded:
         return None
+    _reject_recomputed(interpreter, op)
     interpreter.traits.draws = True
     own = _own_axes(interpreter, scope, op, arguments)
     types = tuple(V if at in own else K for at in range(len(interpreter.axes)))
     note, advice = scope.monitor.note(draw_of(op)), "draw before it, or from a random key."
     interpreter.note_types(note, types, "a draw is", advice)
     return types
+
+
+def _reject_recomputed(interpreter: Interpreter, op: OpOverload) -> None:
+    """Refuses draws within torch's own checkpoint, which draws others when it runs again."""
+    top = top_saved_tensors_hooks(True)
+    if top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint":
+        raise ShardTypeError(
+            f"{interpreter.name}: {name_of(op)} draws within torch's own checkpoint, which would "
+            f"draw other numbers in the backward.\n  at {interpreter.site()[0]}\n"
+            "Fix: shardmap_torch.checkpoint(f, *args) in place of "
+            "torch.utils.checkpoint.checkpoint."
+        )
 
 
 def _own_axes(
