@@ -321,7 +321,7 @@ def test_draws_in_torchs_own_checkpoint_are_refused(check: Any) -> None:
     x = torch.ones(8, requires_grad=True)
     y = torch_checkpoint(around, x, use_reentrant=False)
     y.sum().backward()
-    assert torch.equal(y, x.grad)
+    torch.testing.assert_close(x.grad, y.detach())
 
 
 def checkpointed(mesh: Mesh) -> None:
