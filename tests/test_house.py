@@ -19,7 +19,7 @@ REPO: Final = Path(__file__).parent.parent
 PAGE: Final = (REPO / "docs" / "architecture.md").read_text()
 ROW: Final = re.compile(r"^\| (.+?) \| ([\d,]+) \| [\d,]+ \| .+ \|$", re.MULTILINE)
 FOLDERS: Final = ("shardmap_torch", "ops", "kernels")
-MAX_FILES, MAX_TEST_LINES = 288, 68_272
+MAX_FILES, MAX_TEST_LINES = 288, 68_290
 
 
 def sources(*folders: str) -> list[Path]:

@@ -118,8 +118,9 @@ def difference(name: str, reports: Mapping[int, Report]) -> str:
         f"  {ranks_text(alike)}: {mine.strip()}\n"
         f"  {ranks_text(unlike)}: {other.strip()}\n"
         f"where: {places}\n"
-        "Fix: run the same code with the same Python values on every process. What depends on the "
-        "rank inside of a body is the tensor axis_index(axis)."
+        "Fix: run the same code with the same Python values on every process, and pass the same "
+        "DTensors: a clone, or a new one of equal values, is another. What depends on the rank "
+        "inside of a body is the tensor axis_index(axis)."
     )
 
 

@@ -232,7 +232,8 @@ def this_machine(mesh: Mesh | None = None) -> ThisMachine:
     values, as torch's `RuntimeEstimator` does in its mode `operator-level-benchmark`: once for
     equal calls, and by rates where it reads and writes more than 256 MB. What an operator takes
     beside that, what a Python function takes, and a tensor that crosses the boundary of a call,
-    is measured here, on 40 layers of 64 KB each: code, too, is cold in most steps.
+    is measured here, on 40 layers of 64 KB each: a core's own cache does not hold them beside
+    torch's code.
 
     Computing is measured in seconds of the processor, so that estimates are of a machine that
     does nothing else; messages and the comparison of ranks in those of a clock.
@@ -281,7 +282,7 @@ def _matmuls(dtype: torch.dtype, mesh: Mesh | None) -> float:
 
 ROWS: Final = 64
 WIDTH: Final = 128
-"""Sizes of layers, 40 of which drive torch's code out of a core's own cache, as a step's do."""
+"""Sizes of layers. Beside 40 of them torch's code does not stay in a core's own cache."""
 
 Layer: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Body: TypeAlias = Callable[[Sequence[Tensor], Tensor], Any]

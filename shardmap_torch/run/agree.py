@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
@@ -83,18 +84,17 @@ def describe(call: Call, verdict: Verdict | None) -> Description:
 
 
 def _code(function: Any) -> str:
-    """Formats a hash of a function's own code: that of two lambdas differs, and not their name."""
-    while isinstance(function, partial):
+    """Formats a hash of a function's own code: that of two lambdas differs, and not their name.
+
+    What is wrapped around it, as to log or to profile, may be one rank's alone.
+    """
+    while isinstance(function := unwrap(function), partial):
         function = function.func
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    found = (
-        []
-        if code is None
-        else [
-            (each.co_code, each.co_names, [repr(x) for x in each.co_consts if is_compared(x)])
-            for each in codes_in(code)
-        ]
-    )
+    found = [
+        (each.co_code, each.co_names, [repr(x) for x in each.co_consts if is_compared(x)])
+        for each in (codes_in(code) if code is not None else ())
+    ]
     return f"  code of hash {zlib.crc32(repr(found).encode()):x}"
 
 

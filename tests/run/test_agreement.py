@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -99,13 +100,30 @@ def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) 
         f"  rank 0: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=1.0)  {line}\n"
         f"  rank 1: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=2.0)  {line}\n"
         f"where: ranks 0, 1 at test_agreement.py:{call.__code__.co_firstlineno + 2}\n"
-        "Fix: run the same code with the same Python values on every process. What depends on the "
-        "rank inside of a body is the tensor axis_index(axis)."
+        "Fix: run the same code with the same Python values on every process, and pass the same "
+        "DTensors: a clone, or a new one of equal values, is another. What depends on the rank "
+        "inside of a body is the tensor axis_index(axis)."
     )
     assert more.splitlines()[1] == "  rank 0: backward:"
     assert more.splitlines()[2].startswith("  rank 1: %2: float32[1] {i: K} = sin(%1)  # ")
     assert "  rank 1: rejected_on_one is rejected: rejected_on_one: the result" in rejected
     assert "  rank 1: raises_on_one raises KeyError: 'mode'" in raised
+
+
+def on_one_rank_alone() -> float:
+    """Calls a simulated mesh on rank 0, where it fails, and logs a body there."""
+    mesh, local = (make_mesh((2,), ("i",), kind=kind) for kind in ("process_group", "simulated"))
+    ME["rank"], body = 1, same
+    if mesh.rank == 0:
+        with pytest.raises(KeyError):
+            shard_map(raises_on_one, mesh=local, in_specs=P("i"), out_specs=P())(torch.ones(2))
+        body = wraps(same)(lambda x: same(x))
+    f = shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P(), check=False)
+    return f(torch.ones(2)).item()
+
+
+def test_what_concerns_one_rank_alone_stops_no_other(gloo: Gloo) -> None:
+    assert gloo(2).run(on_one_rank_alone) == [2.0, 2.0]
 
 
 def another_device() -> str:

@@ -337,7 +337,7 @@ def fill(local: Shape, global_shape: Shape) -> tuple[Dim, ...]:
 
 
 def dims_by_size(local: Shape, global_shape: Shape, sizes: Sizes) -> tuple[Dim, ...]:
-    """Lays out a tensor of which only the sizes are known: by the first axes that fit, if any do.
+    """Guesses the layout of a tensor by its sizes, from the first axes that fit; types confirm it.
 
     Example:
         >>> dims_by_size((2, 1), (4, 1), {"dp": 2, "tp": 2})

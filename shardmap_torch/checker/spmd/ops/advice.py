@@ -15,8 +15,8 @@ UNSEEN: Final = (
 
 LAYERS: Final = {
     "embedding": "look ids up by nn.vocab_parallel_embedding",
-    "index": "look ids up by nn.vocab_parallel_embedding",
-    "index_select": "look ids up by nn.vocab_parallel_embedding",
+    "index": "look ids of a sharded table up by nn.vocab_parallel_embedding",
+    "index_select": "look ids of a sharded table up by nn.vocab_parallel_embedding",
     "log_softmax": "take the loss by nn.vocab_parallel_cross_entropy",
 }
 """Layers to use in place of operations on shards."""
