@@ -227,18 +227,15 @@ def test_what_is_no_rank_is_answered_alike_however_ranks_are_simulated(
     assert f(torch.ones(4)).tolist() == [4.0] * 4
 
 
+ASKED: Final = "The body asks for its rank, a number, and here all ranks run it"
+
+
 @pytest.mark.parametrize(
     ("ask", "asked"),
     [
         (dist.get_rank, "rank() of the group of 'tp' is a number, and here all ranks run the body"),
-        (
-            dist.get_node_local_rank,
-            "The body asks for its rank, a number, and here all ranks run it",
-        ),
-        (
-            lambda: int(os.environ.get("RANK", "0")),
-            "The body asks for its rank, a number, and here all ranks run it",
-        ),
+        (dist.get_node_local_rank, ASKED),
+        (lambda: int(os.environ.get("RANK", "0")), ASKED),
     ],
 )
 def test_one_program_for_all_ranks_is_given_no_rank(ask: Callable[[], int], asked: str) -> None:

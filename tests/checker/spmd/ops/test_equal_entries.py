@@ -102,6 +102,7 @@ WRONG: Final[dict[str, tuple[Callable[..., Any], str]]] = {
         "is not",
     ),
     "a row of the rank": (lambda x: x + axis_index("a") * ones(x.shape[0], 6) @ WEIGHT, "is not"),
+    "drawn rows": (lambda x: x + functional.dropout(ones(x.shape[0], 6)) @ WEIGHT, "draw the same"),
 }
 
 
