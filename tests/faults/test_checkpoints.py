@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardmap_torch import ShardMapError, make_mesh
 from shardmap_torch.saving import save
@@ -38,6 +39,7 @@ def run_variants(rank: int, names: Sequence[str], folder: str, odd: int) -> dict
         except BaseException as error:
             told[name] = f"raw {type(error).__name__}", str(error), time.monotonic() - began
         mesh.recover()
+    dist.barrier()  # or the first to be done would leave while the other still connects
     return told
 
 
