@@ -39,7 +39,7 @@ def number(text: str) -> int:
 
 
 def goals() -> dict[str, tuple[list[Path], int]]:
-    """Reads the table of goals: the files of each row, and the lines that they should come down to."""
+    """Reads the table of goals: the files of each row, and the lines that they should have."""
     section = PAGE.partition("## Budgets")[2].partition("\n## ")[0]
     found = {}
     for names, lines in ROW.findall(section):
