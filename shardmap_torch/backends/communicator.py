@@ -62,10 +62,13 @@ class Wire:
 
     def reduce(self, x: Tensor, op: str) -> Tensor:
         """Combines all ranks' values."""
+        return self.start_reduce(x, op)()
+
+    def start_reduce(self, x: Tensor, op: str) -> Callable[[], Tensor]:
+        """Starts `reduce`; returns what waits for its result."""
         # all_reduce works in place, and the body's tensor must not change.
         y = x if is_spare(x) else x.clone(memory_format=torch.contiguous_format)
-        self._wait(self.group.allreduce([y], _REDUCE_OPTIONS[op]))
-        return y
+        return self._waiting(self.group.allreduce([y], _REDUCE_OPTIONS[op]), y)
 
     def gather(self, x: Tensor) -> Tensor:
         """Stacks all ranks' values along a new leading dim."""
@@ -75,13 +78,7 @@ class Wire:
         """Starts `gather`; returns what waits for its result."""
         out = x.new_empty((self.size, *x.shape))
         row = x.contiguous().unsqueeze(0)
-        work = _ALL_GATHER(self.group, out, row, _GATHER_OPTIONS)
-
-        def finish() -> Tensor:
-            self._wait(work)
-            return out
-
-        return finish
+        return self._waiting(_ALL_GATHER(self.group, out, row, _GATHER_OPTIONS), out)
 
     def gather_along(self, x: Tensor, dim: int) -> Tensor:
         """Concatenates all ranks' values along `dim`."""
@@ -97,26 +94,35 @@ class Wire:
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
         """Sums all ranks' values; each rank keeps its shard of `dim`."""
+        return self.start_sum_scatter(x, dim)()
+
+    def start_sum_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """Starts `sum_scatter_along`; returns what waits for its result."""
         x = x.contiguous() if dim == 0 else torch.cat(x.split(x.shape[dim] // self.size, dim))
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        self._wait(_REDUCE_SCATTER(self.group, out, x, _SCATTER_OPTIONS))
-        return out
+        return self._waiting(_REDUCE_SCATTER(self.group, out, x, _SCATTER_OPTIONS), out)
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result comes from rank r."""
-        return self._exchange(parts, parts.shape, [], [])
+        return self.start_exchange(parts)()
+
+    def start_exchange(self, parts: Tensor) -> Callable[[], Tensor]:
+        """Starts `exchange`; returns what waits for its result."""
+        return self._start_exchange(parts, parts.shape, [], [])
 
     def exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Sends the next `send[r]` rows to each rank r; the next `receive[r]` come from it."""
-        return self._exchange(x, (sum(receive), *x.shape[1:]), list(send), list(receive))
+        shape = sum(receive), *x.shape[1:]
+        return self._start_exchange(x, shape, list(send), list(receive))()
 
-    def _exchange(
+    def _start_exchange(
         self, x: Tensor, shape: Sequence[int], send: list[int], receive: list[int]
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
         x = x.contiguous()
         out = x.new_empty(shape)
-        self._wait(self.group.alltoall_base(out, x, receive, send, _EXCHANGE_OPTIONS))
-        return out
+        return self._waiting(
+            self.group.alltoall_base(out, x, receive, send, _EXCHANGE_OPTIONS), out
+        )
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         """Sends each pair's first rank's value to its second; zeros where none arrives."""
@@ -137,6 +143,15 @@ class Wire:
         y = x.clone(memory_format=torch.contiguous_format)
         self._wait(dist.broadcast(y, group=self.group, group_src=source, async_op=True))
         return y
+
+    def _waiting(self, work: dist.Work, out: Tensor) -> Callable[[], Tensor]:
+        """Returns what waits for a collective that has been started, and returns its result."""
+
+        def finish() -> Tensor:
+            self._wait(work)
+            return out
+
+        return finish
 
     def _wait(self, work: dist.Work) -> None:
         """Waits for a collective; for NCCL's the stream waits, and not the process."""
@@ -233,13 +248,12 @@ _LARGE: Final = 2**20
 class GlooWire(Wire):
     """`Wire` on gloo. A long wait checks if the other ranks can still arrive; see `control`."""
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Stacks all ranks' values along a new leading dim."""
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts `gather`; returns what waits for its result."""
         if x.nbytes < _LARGE:
-            return super().gather(x)
+            return super().start_gather(x)
         out = x.new_empty((self.size, *x.shape))
-        self._swap(dict.fromkeys(range(self.size), x.contiguous()), _by_rank(out))
-        return out
+        return self._start_swap(dict.fromkeys(range(self.size), x.contiguous()), _by_rank(out), out)
 
     def gather_along(self, x: Tensor, dim: int) -> Tensor:
         """Concatenates all ranks' values along `dim`."""
@@ -248,17 +262,17 @@ class GlooWire(Wire):
         stacked = self.gather(x)
         return stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(0), dim)
 
-    def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
-        """Sums all ranks' values, in their order; each rank keeps its shard of `dim`."""
-        return _sum_scattered(self, x, dim)
+    def start_sum_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """Starts to sum all ranks' values, in their order; each rank keeps its shard of `dim`."""
+        finish = self.start_exchange(_rows(x, dim, self.size))
+        return lambda: finish().sum(0, dtype=x.dtype)
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """Sends row r to rank r; row r of the result comes from rank r."""
+    def start_exchange(self, parts: Tensor) -> Callable[[], Tensor]:
+        """Starts `exchange`; returns what waits for its result."""
         if parts.nbytes < _LARGE * self.size:
-            return super().exchange(parts)
+            return super().start_exchange(parts)
         out = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        self._swap(_by_rank(parts.contiguous()), _by_rank(out))
-        return out
+        return self._start_swap(_by_rank(parts.contiguous()), _by_rank(out), out)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         """Sends each pair's first rank's value to its second; zeros where none arrives."""
@@ -266,11 +280,15 @@ class GlooWire(Wire):
         x = x.contiguous()
         out = torch.empty_like(x) if sources else torch.zeros_like(x)
         mine = {target: x for source, target in pairs if source == self.rank}
-        self._swap(mine, dict.fromkeys(sources, out))
-        return out
+        return self._start_swap(mine, dict.fromkeys(sources, out), out)()
 
-    def _swap(self, mine: Mapping[int, Tensor], theirs: Mapping[int, Tensor]) -> None:
-        """Sends tensors to ranks and receives others from them, all of them contiguous."""
+    def _start_swap(
+        self, mine: Mapping[int, Tensor], theirs: Mapping[int, Tensor], out: Tensor
+    ) -> Callable[[], Tensor]:
+        """Sends tensors to ranks and receives others from them, parts of `out`, all contiguous.
+
+        Exchanges may overlap, since messages between two ranks arrive in the order of their starts.
+        """
         group = self.group
         others = [(self.rank + hops) % self.size for hops in range(1, self.size)]
         # A receive that is announced late comes after what this rank sends.
@@ -278,12 +296,17 @@ class GlooWire(Wire):
         works += [group.send([mine[r]], r, _TAG) for r in others if r in mine]
         if self.rank in theirs:
             theirs[self.rank].copy_(mine[self.rank])
-        watch = peers()
-        for work in works:
-            if watch is None:
-                work.wait()
-            else:
-                watch.wait(work)
+
+        def finish() -> Tensor:
+            watch = peers()
+            for work in works:
+                if watch is None:
+                    work.wait()
+                else:
+                    watch.wait(work)
+            return out
+
+        return finish
 
     def _wait(self, work: dist.Work) -> None:
         control = None if is_done(work) else current()
@@ -303,13 +326,13 @@ class TracedGlooWire(TracedWire):
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
         """Sums all ranks' values; each rank keeps its shard of `dim`."""
-        return _sum_scattered(self, x, dim)
+        return self.exchange(_rows(x, dim, self.size)).sum(0, dtype=x.dtype)
 
 
-def _sum_scattered(wire: GlooWire | TracedGlooWire, x: Tensor, dim: int) -> Tensor:
-    length = x.shape[dim] // wire.size
-    rows = x.unflatten(0, (wire.size, length)) if dim == 0 else torch.stack(x.split(length, dim))
-    return wire.exchange(rows).sum(0, dtype=x.dtype)
+def _rows(x: Tensor, dim: int, size: int) -> Tensor:
+    """Stacks the shards of `dim`, one for each of `size` ranks."""
+    length = x.shape[dim] // size
+    return x.unflatten(0, (size, length)) if dim == 0 else torch.stack(x.split(length, dim))
 
 
 def _by_rank(stack: Tensor) -> dict[int, Tensor]:
