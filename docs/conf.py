@@ -29,8 +29,10 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Example", "example")]
 autodoc_default_options = {"members": True, "member-order": "alphabetical"}
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+maximum_signature_line_length = 72  # a longer one has a line for each argument
 add_module_names = False
 python_display_short_literal_types = True
 
@@ -54,6 +56,9 @@ html_theme = "sphinx_book_theme"
 html_title = "shardmap_torch"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["scroll.js"]
+html_favicon = "_static/favicon.svg"
+html_context = {"default_mode": "auto"}  # light or dark as the reader's system is
 html_show_sourcelink = False
 html_theme_options = {
     "use_download_button": True,
@@ -61,6 +66,14 @@ html_theme_options = {
     "show_navbar_depth": 1,
     "show_toc_level": 2,
     "navbar_persistent": [],  # the search field is in the sidebar
+    "logo": {
+        "image_light": "_static/logo.svg",
+        "image_dark": "_static/logo.svg",
+        "text": "shardmap_torch",
+        "alt_text": "",
+    },
+    "pygments_light_style": "friendly",
+    "pygments_dark_style": "github-dark",
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

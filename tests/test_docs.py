@@ -1,12 +1,15 @@
-"""docs/collectives.md says what the table says."""
+"""docs/collectives.md and the page of each collective say what the table says."""
 
 from shardmap_torch import ops
 from shardmap_torch.collectives.table import ROWS, TABLE
-from tests.support.collectives_page import MOVES, PAGE, page
+from tests.support.collectives_page import FOLDER, MOVES, PAGE, page, pages
 
 
-def test_the_page_of_the_collectives_is_up_to_date() -> None:
-    assert PAGE.read_text() == page(), "run python -m tests.support.collectives_page"
+def test_the_pages_of_the_collectives_are_up_to_date() -> None:
+    paths = [PAGE, *FOLDER.glob("*.md")]
+    assert {path: path.read_text() for path in paths} == pages(), (
+        "run python -m tests.support.collectives_page"
+    )
 
 
 def test_the_page_has_every_row_both_ways_and_every_function() -> None:
@@ -20,7 +23,7 @@ def test_the_page_has_every_row_both_ways_and_every_function() -> None:
         )
         assert line.endswith(f"| `{back.name}` | {back.src} → {back.dst} | {back.sent} |")
     for name in ops.__all__:
-        assert f"| `{name}(" in text
+        assert f"| [`{name}(" in text
 
 
 def test_every_move_is_described() -> None:

@@ -17,7 +17,7 @@ MODULES = ["nn", "optim", "lax", "planning", "random", "saving", "kernels", "tes
 
 
 def test_the_reference_has_every_public_name_once() -> None:
-    pages = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    pages = "\n".join(page.read_text() for page in sorted((DOCS / "reference").rglob("*.md")))
     expected = [*shardmap_torch.__all__]
     for module in MODULES:
         names = {*importlib.import_module(f"shardmap_torch.{module}").__all__}
@@ -27,16 +27,24 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert sorted(ENTRY.findall(pages)) == sorted(expected)
 
 
-def test_the_index_has_every_page_once() -> None:
-    index = (DOCS / "index.md").read_text()
-    listed = [
-        line
-        for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.MULTILINE | re.DOTALL)
-        for line in tree.splitlines()
-        if line and not line.startswith(":")
-    ]
+TREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def entries(page: Path) -> list[str]:
+    """Returns the pages that the toctrees of a page list, as paths below docs/."""
+    lines = "\n".join(TREE.findall(page.read_text())).splitlines()
+    names = [re.sub(r".* <(.*)>", r"\1", line) for line in lines if line and line[0] != ":"]
+    return [str((page.parent / name).resolve().relative_to(DOCS)) for name in names]
+
+
+def test_the_toctrees_have_every_page_once() -> None:
+    listed = [name for page in PAGES for name in entries(page)]
     names = [str(page.relative_to(DOCS).with_suffix("")) for page in PAGES]
     assert sorted([*listed, "index"]) == sorted(names)
+
+
+def test_the_sidebar_fits_a_screen() -> None:
+    assert len(entries(DOCS / "index.md")) <= 24
 
 
 def anchors(page: Path) -> set[str]:

@@ -27,7 +27,7 @@ BASES: Final = dict.fromkeys(map(call_of, LEAVES), "local_map") | dict.fromkeys(
 SAMPLE: Final = 0.02  # seconds, of as many calls as fit in
 Samples = dict[str, list[tuple[float, float]]]
 
-INTRODUCTION: Final = """# Beside its peers
+INTRODUCTION: Final = """# Calls and an MLP, beside other libraries
 
 The same small problems in shardmap_torch, in PyTorch's own ways and in JAX, each in a process of
 its own on the CPU, one after the other. *A call* is the identity function of a number of tensors

@@ -1,4 +1,4 @@
-"""Writes docs/collectives.md from the table that drives the collectives.
+"""Writes docs/collectives.md, and a page a collective, from the table that drives them.
 
 python -m tests.support.collectives_page
 """
@@ -15,6 +15,7 @@ from shardmap_torch.collectives.table import ROWS, TABLE, CollectiveRow
 from shardmap_torch.types import AxisType, I, Partial, R, V
 
 PAGE = Path(__file__).parents[2] / "docs/collectives.md"
+FOLDER = PAGE.parent / "reference/collectives"
 
 MEANINGS: dict[AxisType, str] = {
     I: "equal on all ranks; one computation, repeated; cotangents are equal too",
@@ -100,9 +101,44 @@ all_gather('tp', V -> R) dim 0, sends 3 x, back 3
 FUNCTIONS_HEAD = """
 ## Functions
 
-Imported from `shardmap_torch`. `axis` is a name or several, the first of them major; `x` a tensor
-or a pytree. What sends takes `comm_dtype=` as well, what sends in backward `grad_comm_dtype=`.
+Imported from `shardmap_torch`; each has a page of its own, with its arguments and errors. `axis`
+is a name or several, the first of them major; `x` a tensor or a pytree. What sends takes
+`comm_dtype=` as well, what sends in backward `grad_comm_dtype=`.
+[One wrong use of each](reference/refused.md).
 
+"""
+
+ROWS_OF_ONE = """\
+| type | what it does | sends | backward | type | sends |
+|---|---|---|---|---|---|
+"""
+
+ONE_HEAD = """\
+# {name}
+
+<!-- Made by `python -m tests.support.collectives_page`; do not edit. -->
+
+"""
+
+ONE_FOOT = """\
+```{{eval-rst}}
+.. autofunction:: shardmap_torch.{name}
+```
+"""
+
+SENDS = """
+`sends` is what each of n ranks sends, in units of its operand;
+[all collectives](../../collectives.md).
+
+"""
+
+TREE = """
+```{{toctree}}
+:hidden:
+
+{names}
+reference/refused
+```
 """
 
 LAX_HEAD = """
@@ -124,28 +160,54 @@ def page() -> str:
             ROWS_FOOT,
             PLAN,
             FUNCTIONS_HEAD,
-            *_functions(getattr(shardmap_torch, name) for name in ops.__all__),
+            *_functions((getattr(shardmap_torch, name) for name in ops.__all__), _linked),
             LAX_HEAD,
             *_functions(getattr(lax, name) for name in lax.__all__ if not name.startswith("axis_")),
+            TREE.format(names="\n".join(f"reference/collectives/{name}" for name in ops.__all__)),
         ]
     )
 
 
+def pages() -> dict[Path, str]:
+    """Returns the text of every page."""
+    return {PAGE: page()} | {FOLDER / f"{name}.md": _page_of(name) for name in ops.__all__}
+
+
+def _page_of(name: str) -> str:
+    rows = [f"| {_cells(row)} |\n" for row in ROWS if row.name == name]
+    parts = [ONE_HEAD, *([ROWS_OF_ONE, *rows, SENDS] if rows else []), ONE_FOOT]
+    return "".join(parts).format(name=name)
+
+
 def _row(row: CollectiveRow) -> str:
+    return f"| `{row.name}` | {_cells(row)} |\n"
+
+
+def _cells(row: CollectiveRow) -> str:
     back = TABLE[row.transpose]
     cells = [_type(row), MOVES[row.move], row.sent, f"`{back.name}`", _type(back), back.sent]
-    return f"| `{row.name}` | {' | '.join(cells)} |\n"
+    return " | ".join(cells)
 
 
 def _type(row: CollectiveRow) -> str:
     return f"{row.src} → {row.dst}"
 
 
-def _functions(functions: Iterable[Callable[..., Any]]) -> list[str]:
-    return ["| call | what it does |\n|---|---|\n", *(_function(f) for f in functions)]
+def _plain(name: str, call: str) -> str:
+    return call
 
 
-def _function(function: Callable[..., Any]) -> str:
+def _linked(name: str, call: str) -> str:
+    return f"[{call}](reference/collectives/{name}.md)"
+
+
+def _functions(
+    functions: Iterable[Callable[..., Any]], shown: Callable[[str, str], str] = _plain
+) -> list[str]:
+    return ["| call | what it does |\n|---|---|\n", *(_function(f, shown) for f in functions)]
+
+
+def _function(function: Callable[..., Any], shown: Callable[[str, str], str]) -> str:
     signature = inspect.signature(function)
     bare = [
         p.replace(annotation=inspect.Parameter.empty, default=_default(p.default))
@@ -154,7 +216,8 @@ def _function(function: Callable[..., Any]) -> str:
     ]
     call = str(inspect.Signature(bare)).replace(" = ", "=")
     first = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
-    return f"| `{function.__name__}{call}` | {re.sub(r'[|]', chr(92) + '|', first)} |\n"
+    call = shown(function.__name__, f"`{function.__name__}{call}`")
+    return f"| {call} | {re.sub(r'[|]', chr(92) + '|', first)} |\n"
 
 
 class _Bare:
@@ -175,5 +238,6 @@ def _default(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text)
