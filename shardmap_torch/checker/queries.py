@@ -179,6 +179,13 @@ def types_now(x: Tensor) -> Mapping[str, AxisType] | None:
     return types_in_check(interpreter, x)
 
 
+def closed_over() -> frozenset[int]:
+    """Returns the ids of the tensors that the body has read and that are no arguments."""
+    interpreter = current_interpreter()
+    met = () if interpreter is None else interpreter.traits.closed_over
+    return frozenset(number for number, _ in met)
+
+
 def loss_by_repair(loss: Tensor) -> Tensor:
     """Returns what the repair that is tried makes of a loss, and notes one that is a local mean."""
     interpreter = current_interpreter()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardmap_torch.checker.queries import closed_over
 from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.source_location import error_site, users_part
 from shardmap_torch.core.tree import Tree, flatten
@@ -27,7 +28,7 @@ from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownErro
 from shardmap_torch.parallel.data import Data, read_data
 from shardmap_torch.parallel.forwards import Shared, style_forward
 from shardmap_torch.parallel.losses import BatchLosses
-from shardmap_torch.parallel.plan import ROOT, Plan, Style, make_plan
+from shardmap_torch.parallel.plan import Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import untracked, within_body
 from shardmap_torch.parallel.units import Units
@@ -182,13 +183,20 @@ def _styles_over(
 def _install_recorders(module: nn.Module) -> None:
     """Gives models of transformers the hooks that record hidden states and attentions.
 
-    They would install them in the first call that asks for these, on copies of the modules.
+    They would install them in the first call that asks for these, on copies of the modules. A model
+    that has been called has its hooks, which installing those of a model around it would double.
     """
     library: Any = sys.modules.get("transformers.utils.output_capturing")
-    if library is not None:
-        for each in module.modules():
-            if hasattr(each, "_can_record_outputs"):
-                library.maybe_install_capturing_hooks(each)
+    if library is None:
+        return
+    models = [each for each in module.modules() if hasattr(each, "_can_record_outputs")]
+    called = [each for each in models if getattr(each, "_output_capturing_hooks_installed", False)]
+    kept = {id(x): (x._forward_hooks, {**x._forward_hooks}) for m in called for x in m.modules()}
+    for each in models:
+        library.maybe_install_capturing_hooks(each)
+    for hooks, before in kept.values():
+        hooks.clear()
+        hooks.update(before)
 
 
 def _give_encoder(module: nn.Module, mesh: Mesh, plan: Plan, check: Check) -> None:
@@ -240,6 +248,15 @@ class _ParallelCall:
             raise
         out, frames, tensors = self._outputs.leave(found)
         return put_back(out, fill(caches, closed(frames, tensors)))
+
+    def rebound(
+        self, rebind: Callable[[Any], Any], counterpart: Callable[[Any], Any]
+    ) -> Callable[..., Any]:
+        """Returns the forward that the module had, of a copy of it."""
+        if self._original is not None:
+            forward: Callable[..., Any] = rebind(self._original)
+            return forward
+        return MethodType(type(self._module).forward, counterpart(self._module))
 
     @property
     def plan(self) -> Plan:
@@ -320,7 +337,7 @@ class _ParallelCall:
     def _map(self, key: Any, specs: tuple[Tree, ...], known: Known) -> Callable[..., Any]:
         _reject_units(self._module)
         # A partial, not a method: the checker looks through it at the module and its code.
-        body = partial(_body, self._module, self._plan, self._original, self._outputs, known)
+        body = partial(_body, self._module, self._plan, self._outputs, known)
         body.__name__ = type(self._module).__name__  # type: ignore[attr-defined]
         mapped = self._mapped[key] = shard_map(
             body,
@@ -343,7 +360,6 @@ def _call(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
 def _body(
     module: nn.Module,
     plan: Plan,
-    original: Callable[..., Any] | None,
     outputs: Outputs,
     known: Known,
     parameters: Mapping[str, Tensor],
@@ -357,10 +373,6 @@ def _body(
     shared = Shared()
 
     def adapt(path: str, copy: nn.Module) -> None:
-        if path != ROOT and isinstance(vars(copy).get("forward"), _ParallelCall):
-            del vars(copy)["forward"]
-        if path == ROOT:
-            vars(copy)["forward"] = _rebound(original, copy)
         style_forward(plan, path, copy, shared)
         units.adapt(path, copy)
 
@@ -373,17 +385,27 @@ def _body(
     with within_body(), losses:
         out = take_out(bound.root.forward(*args, **kwargs), caches)
     bound.check_unwritten()
+    _reject_unbound(module)
     after, found = opened(caches)
     outputs.check(out, found, known)
     return out, after, tuple(found.values())
 
 
-def _rebound(original: Callable[..., Any] | None, copy: nn.Module) -> Callable[..., Any]:
-    function = type(copy).forward if original is None else getattr(original, "__func__", None)
-    if function is None:  # a function that was assigned to the instance
-        assert original is not None
-        return original
-    return MethodType(function, copy)
+def _reject_unbound(module: nn.Module) -> None:
+    """Requires that the body has read no parameter of the module itself, only of its copy.
+
+    Raises:
+        SpecError: it has, by a reference that the copy does not have.
+    """
+    met = closed_over()
+    found = [name for name, x in module.named_parameters() if id(x) in met] if met else []
+    if found:
+        raise SpecError(
+            f"{type(module).__name__}: the forward reads {found[0]!r} not from the module, but by "
+            "an object that refers to it, so that each rank would compute with all of it.\n"
+            "Fix: let forwards and hooks refer to modules by functions, methods, partials and "
+            "attributes of modules, which a parallelized module follows."
+        )
 
 
 def resolve_axis(name: str, mesh: Mesh, axis: str | None) -> str:
@@ -483,11 +505,15 @@ def _described(module: nn.Module, src_data_rank: int | None, plan: Plan) -> Iter
     """Describes what is placed, by lines that are equal where ranks place alike."""
     for name, x in module.named_parameters():
         own = "" if src_data_rank is not None else f", hash {hash_text(x)}"
+        own += "" if x.grad is None else ", with a gradient"
         yield f"  {name}: {show_shape(x.dtype, x.shape)}, {plan.specs[name]!r}{own}"
 
 
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:
-    """Replaces all parameters by DTensors; a shared one stays shared."""
+    """Replaces all parameters by DTensors with the same hooks, gradients and attributes.
+
+    A shared one stays shared.
+    """
 
     def put(value: Tensor, split: Split | None, spec: P) -> DTensor:
         placements = placements_of_split(mesh, split, spec)
@@ -495,10 +521,16 @@ def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None)
             value.detach(), mesh.device_mesh, placements, src_data_rank=src_data_rank
         )
 
-    made: dict[Tensor, Any] = {
-        old: nn.Parameter(put(old, plan.splits[name], plan.specs[name]), old.requires_grad)
-        for name, old in module.named_parameters()
-    }
+    def remade(name: str, old: Any) -> Any:
+        split, spec = plan.splits[name], plan.specs[name]
+        new: Any = nn.Parameter(put(old, split, spec), old.requires_grad)
+        new.grad = None if old.grad is None else put(old.grad, split, spec)
+        vars(new).update(vars(old))
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            setattr(new, hooks, getattr(old, hooks))
+        return new
+
+    made = {old: remade(name, old) for name, old in module.named_parameters()}
     made |= {old: put(old, None, P()).to_local() for old in module.buffers()}
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):

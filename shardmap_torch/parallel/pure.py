@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_
-from types import MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from shardmap_torch.errors import SpecError, listing
+from shardmap_torch.parallel.rebound import Rebinding
 
 # `torch.func.functional_call` puts the tensors into the module while it runs, where threads (the
 # ranks of a simulated mesh) would overwrite each other's. A copy costs some microseconds a module,
@@ -19,6 +19,11 @@ Adapt = Callable[[str, nn.Module], None]
 
 _OWN: Final = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
+
+_HOOKS: Final = (
+    *("_forward_hooks", "_forward_pre_hooks"),
+    *("_backward_hooks", "_backward_pre_hooks"),
+)
 
 
 def leave_alone(path: str, copy: nn.Module) -> None:
@@ -61,6 +66,7 @@ class BoundModule:
                 self._exchange(start, each._buffers, buffers)
         self._adapt = adapt
         self._copies: dict[int, nn.Module] = {}
+        self._rebind = Rebinding(self._counterpart)
         self._written: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = []
         self.root = self._copy(module)
 
@@ -104,27 +110,12 @@ class BoundModule:
             name: child if child is None else self._copy(child)
             for name, child in module._modules.items()
         }
-        for name in vars(module).keys() - _OWN:
+        for name in vars(module).keys() - _OWN | {hooks for hooks in _HOOKS if state[hooks]}:
             state[name] = self._rebind(state[name])
         path = self._modules[id(module)]
         self._adapt(path, copy)
         self._written += [(path, each, dict(each)) for each in (state, copy._buffers)]
         return copy
-
-    def _rebind(self, value: Any) -> Any:
-        """Rebinds an attribute to the copy: methods, and lists of modules or parameters."""
-        if hasattr(type(value), "rebound"):
-            return value.rebound(self._rebind, self._counterpart)
-        if isinstance(value, MethodType) and id(value.__self__) in self._modules:
-            owner: Any = value.__self__
-            return MethodType(value.__func__, self._copy(owner))
-        if type(value) in (list, tuple):
-            items = [self._counterpart(item) for item in value]
-            return value if all(map(is_, items, value)) else type(value)(items)
-        if type(value) is dict:
-            table = {key: self._counterpart(item) for key, item in value.items()}
-            return value if all(map(is_, table.values(), value.values())) else table
-        return value
 
     def _counterpart(self, item: Any) -> Any:
         if isinstance(item, nn.Module) and id(item) in self._modules:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import local
-from types import CellType, FunctionType, MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -16,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from shardmap_torch.checkpoint import checkpoint
-from shardmap_torch.core.closures import is_empty, with_cells
 from shardmap_torch.core.torch_private.engine import GLOBAL_MODULE_HOOKS
 from shardmap_torch.errors import TransformError
 from shardmap_torch.parallel.pure import BoundModule
+from shardmap_torch.parallel.rebound import Rebinding
 
 _BODIES: Final = local()
 _DISABLED: Final = "__dynamo_disable"
@@ -67,16 +66,16 @@ setattr(_TORCH, _DISABLED, _dispatch)
 def _recomputed(function: "partial[Any]") -> Any:
     modules: dict[int, nn.Module] = {}
 
-    def found(module: nn.Module) -> nn.Module:
-        return modules.setdefault(id(module), module)
+    def found(value: Any) -> Any:
+        return modules.setdefault(id(value), value) if isinstance(value, nn.Module) else value
 
-    _exchange(function, found)
+    Rebinding(found)(function)
     tensors = [(dict(m.named_parameters()), dict(m.named_buffers())) for m in modules.values()]
 
     def run(tensors: Any, args: Any, keywords: Any) -> Any:
         pairs = zip(modules.items(), tensors, strict=True)
         copies = {key: BoundModule(module, *own).root for (key, module), own in pairs}
-        bound = _exchange(function, lambda module: copies[id(module)])
+        bound = Rebinding(lambda value: copies.get(id(value), value))(function)
         own = [copies.get(id(arg), arg) for arg in function.args]
         places = (i for i, arg in enumerate(own) if not isinstance(arg, nn.Module))
         for place, arg in zip(places, args, strict=True):
@@ -98,30 +97,6 @@ class _NewLeaves(TorchFunctionMode):
         if func == Tensor.requires_grad.__set__ and not isinstance(args[0], nn.Parameter):  # type: ignore[attr-defined]
             return None
         return func(*args, **(kwargs or {}))
-
-
-def _exchange(value: Any, other: Callable[[nn.Module], nn.Module]) -> Any:
-    """Returns a function that reaches other modules by partials, methods and closures."""
-    if isinstance(value, nn.Module):
-        return other(value)
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, _exchange(value.__self__, other))
-    if isinstance(value, partial):
-        args = [_exchange(arg, other) if isinstance(arg, nn.Module) else arg for arg in value.args]
-        return partial(_exchange(value.func, other), *args, **value.keywords)
-    if isinstance(value, FunctionType):
-        cells = [cell for cell in value.__closure__ or () if not is_empty(cell)]
-        held = {id(cell): cell.cell_contents for cell in cells if _holds(cell.cell_contents)}
-        new = {key: CellType(_exchange(content, other)) for key, content in held.items()}
-        return with_cells(value, new) if new else value
-    return value
-
-
-def _holds(value: Any) -> bool:
-    """Returns whether a variable of a closure is a module, or a method or partial of one."""
-    if isinstance(value, MethodType):
-        return isinstance(value.__self__, nn.Module)
-    return isinstance(value, nn.Module | partial)
 
 
 @contextmanager

@@ -169,6 +169,8 @@ def between_modules() -> None:
     expected = down(nn.functional.gelu(up(x)))
     expected.square().mean().backward()
     grads = [_grad(value) for value in (*up.parameters(), *down.parameters())]
+    for each in (up, down):
+        each.zero_grad()
     parallelize(up, mesh, ColwiseParallel(use_local_output=False))
     parallelize(down, mesh, RowwiseParallel())
     hidden = up(x)

@@ -156,6 +156,20 @@ def states_alike(name: str, mesh: Mesh) -> None:
             torch.testing.assert_close(global_value(value), expected.detach(), equal_nan=True)
 
 
+def test_a_model_that_was_called_before_records_each_layer_once() -> None:
+    one = make_model("llama").double()
+    asked: Any = {**make_batch("llama"), "output_hidden_states": True}
+    expected = one(**asked).hidden_states
+    head, inner = copy.deepcopy(one), copy.deepcopy(one)
+    inner.model(asked["input_ids"], output_hidden_states=True)
+    for called in (one, head, inner):
+        hooks = [len(each._forward_hooks) for each in called.modules()]
+        ours = parallelize(called, SIMULATED)
+        assert [len(each._forward_hooks) for each in ours.modules()] == hooks
+        found = ours(**asked).hidden_states
+        torch.testing.assert_close([*found], [*expected])
+
+
 def states_alike_on_processes() -> None:
     states_alike("llama", worker_mesh((2,), ("tp",)))
 
