@@ -530,7 +530,7 @@ def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None)
             setattr(new, hooks, getattr(old, hooks))
         return new
 
-    made = {old: remade(name, old) for name, old in module.named_parameters()}
+    made: dict[Tensor, Any] = {old: remade(name, old) for name, old in module.named_parameters()}
     made |= {old: put(old, None, P()).to_local() for old in module.buffers()}
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):
