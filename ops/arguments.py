@@ -10,10 +10,12 @@ from torch import Tensor
 from shardmap_torch.collectives.operations import Collective, collective_of
 from shardmap_torch.collectives.scope import Scope, current_scope, scope_of
 from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.source_location import user_call
+from shardmap_torch.core.source_text import call_text
 from shardmap_torch.core.tree import Tree, flatten, map_leaves, unflatten
 from shardmap_torch.errors import CollectiveError, show
 from shardmap_torch.spec import P, expanded
-from shardmap_torch.types import AxisType, TypeLike, as_type
+from shardmap_torch.types import AxisType, I, R, TypeLike, as_type
 
 Axis: TypeAlias = str | Sequence[str]
 """One axis name, or several that act as one, the first of them major."""
@@ -62,12 +64,30 @@ def read_type(
 ) -> AxisType:
     """Reads `src=` or `dst=`, which must be one of `allowed`."""
     known = ", ".join(map(repr, allowed))
+    if value is None and word == "dst" and set(allowed) == {I, R}:
+        raise CollectiveError(_what_dst_says(name))
     if value is None:
         raise CollectiveError(f"{name} needs {word}=, one of {known}.")
     axis_type = as_type(value)
     if axis_type not in allowed:
         raise CollectiveError(f"{name}: {word}={axis_type} is none of {known}.")
     return axis_type
+
+
+def _what_dst_says(name: str) -> str:
+    """Explains I and R to whoever calls a collective without `dst=`, as in JAX or torch."""
+    found = user_call()
+    call = "" if found is None else call_text(found[0])
+    fix = f"{call[:-1].rstrip(' ,')}, dst=I)" if call and "dst" not in call else "say dst=I"
+    return (
+        f"{name} needs dst=: all ranks get the same, and its gradient depends on what they do with "
+        "it next.\n"
+        "  dst=I: all do the same, as with a loss or a residual stream: each has the whole "
+        "gradient, and the backward sends nothing.\n"
+        "  dst=R: each does something else, as to multiply it by its own columns of weights: each "
+        "has an addend of the gradient, and the backward sums them.\n"
+        f"Fix: {fix}, or with dst=R; in a checked body the one that does not fit is refused."
+    )
 
 
 def read_items(name: str, word: str, value: Iterable[Any]) -> tuple[Any, ...]:

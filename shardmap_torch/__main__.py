@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch import postmortem
+from shardmap_torch import __version__, postmortem
 from shardmap_torch.checker.api import Program, ShapeDtype, explain, program_of, verdict_on
 from shardmap_torch.checker.explanation import Explanation
 from shardmap_torch.core.source_location import error_site
@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Checks a shard_mapped function for a mesh of up to a million ranks, no data.",
         epilog="The exit code is 0 if it is accepted, 1 if not, 2 if the command cannot be run.",
     )
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shown = f"shardmap_torch {__version__} (torch {torch.__version__}, Python {python})"
+    parser.add_argument("--version", action="version", version=shown)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, what in _COMMANDS.items():
         command = commands.add_parser(name, help=what, description=what)
@@ -132,7 +135,9 @@ def _run(options: argparse.Namespace) -> int:
             asked = options.command == "explain"
             found: Program | Explanation = explain(function, *args, **kwargs) if asked else program
         except (MeshError, TransformError) as error:
-            raise UsageError(str(error)) from None
+            is_asked = mesh is None and isinstance(error, MeshError)
+            hint = " Here: --mesh dp=2,tp=4, with the axes that its specs name." * is_asked
+            raise UsageError(f"{error}{hint}") from None
         except ShardMapError as error:
             _write(options, {"accepted": False, "error": str(error)}, str(error), error)
             return REFUSED

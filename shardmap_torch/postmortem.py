@@ -64,20 +64,31 @@ def _lines(texts: Mapping[int, str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the report on a folder of dumps, by default that of this user's newest run."""
+    """Prints the report on a folder of dumps, by default that of this user's newest run.
+
+    Exits with 2, and one line about why, where there is none.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m shardmap_torch.postmortem", description=__doc__
     )
     parser.add_argument("folder", type=Path, nargs="?", default=usable_folder())
-    folder = parser.parse_args(arguments).folder
+    try:
+        text = compare(_read_dumps(parser.parse_args(arguments).folder))
+    except PostmortemError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    # A file may hold what a terminal would obey.
+    print("".join(c if c.isprintable() or c in "\t\n" else "?" for c in text))
+
+
+def _read_dumps(folder: Path | None) -> Sequence[Dump]:
     if folder is None:
         raise PostmortemError(f"{dump_folder()} is not this user's alone: others may write there.")
+    if not folder.is_dir():
+        raise PostmortemError(f"There is no folder {folder}.")
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise PostmortemError(f"There are no dumps rank-*.json in {folder}.")
-    text = compare([read_dump(path) for path in paths])
-    # A file may hold what a terminal would obey.
-    print("".join(c if c.isprintable() or c in "\t\n" else "?" for c in text))
+    return [read_dump(path) for path in paths]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import shardmap_torch
 from shardmap_torch.__main__ import main
 
 MODULE = """
@@ -136,9 +138,28 @@ def test_a_bad_mesh_or_none_is_told(called: Any) -> None:
         assert text.startswith(f"python -m shardmap_torch check: {why}")
 
 
+def test_without_a_mesh_the_option_is_named(called: Any) -> None:
+    assert called("check steps.py:mlp", "--shapes", *MLP, mesh="") == (
+        2,
+        "python -m shardmap_torch check: No mesh: pass mesh=..., or enter one with `with "
+        "use_mesh(mesh):`. Here: --mesh dp=2,tp=4, with the axes that its specs name.\n",
+    )
+
+
+def test_the_version_is_told(called: Any) -> None:
+    code, text = called("--version", mesh="")
+    assert code == 0
+    assert text.startswith(
+        f"shardmap_torch {shardmap_torch.__version__} (torch {torch.__version__}, "
+    )
+
+
 def test_the_flight_recorders_are_compared_from_here_too(called: Any, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="There are no dumps"):
-        called(f"postmortem {tmp_path}", mesh="")
+    code, text = called(f"postmortem {tmp_path}", mesh="")
+    assert (code, text) == (
+        2,
+        f"python -m shardmap_torch.postmortem: There are no dumps rank-*.json in {tmp_path}.\n",
+    )
 
 
 BUILD = """

@@ -268,6 +268,15 @@ def _like(
     if structure == expected_structure and [x.shape for x in leaves] == shapes:
         return leaves
     paths, names = leaf_paths(rebuilt(tree)), leaf_paths(rebuilt(params))
+    parts = enumerate(rebuilt(tree)) if isinstance(rebuilt(tree), tuple) else ()
+    for at, part in parts:
+        if leaf_paths(part) == names:
+            raise OptimizerError(
+                f"An optimizer needs gradients and moments like the parameters, not a tuple of "
+                f"{len(rebuilt(tree))} whose item {at} is like them.\n"
+                "Fix: take it apart, as in value, grads = value_and_grad(loss)(params) and "
+                "grads, norm = clip_by_global_norm(grads, specs)."
+            )
     problems = [f"{name}: is missing" for name in names if name not in paths]
     problems += [f"{path}: is no parameter" for path in paths if path not in names]
     if not problems:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardmap_torch import I, Partial, PostmortemError, R
+from shardmap_torch import I, Partial, R
 from shardmap_torch.collectives.operations import collective_of
 from shardmap_torch.control.board import RankGroup
 from shardmap_torch.control.recorder import VARIABLE, FlightRecorder, dump_folder, read_dump
@@ -32,6 +32,15 @@ def record(*operations: object) -> FlightRecorder:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "dumps"))
     return tmp_path / "dumps"
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Returns the line with which a call ends that has nothing to compare, and no other output."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    return printed.err.removeprefix("python -m shardmap_torch.postmortem: ").rstrip("\n")
 
 
 def test_the_first_difference_is_shown_with_the_line_of_each_rank(
@@ -72,16 +81,17 @@ def test_the_recorder_keeps_the_newest(folder: Path) -> None:
     assert [entry.state for entry in entries[-2:]] == ["done", "begun"]
 
 
-def test_a_folder_without_dumps_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PostmortemError) as error:
-        main([str(tmp_path)])
-    assert str(error.value) == f"There are no dumps rank-*.json in {tmp_path}."
+def test_a_folder_without_dumps_and_a_file_that_is_none_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal([str(tmp_path)], capsys) == f"There are no dumps rank-*.json in {tmp_path}."
+    missing = tmp_path / "typo"
+    assert refusal([str(missing)], capsys) == f"There is no folder {missing}."
     path = tmp_path / "rank-0.json"
     for text in ("hello", "[]", '{"rank": [], "reason": "", "entries": []}', '{"entries": [[1]]}'):
         path.write_text(text)
-        with pytest.raises(PostmortemError) as error:
-            main([str(tmp_path)])
-        assert str(error.value) == f"{path} is no dump of shardmap_torch's flight recorder."
+        refused = refusal([str(tmp_path)], capsys)
+        assert refused == f"{path} is no dump of shardmap_torch's flight recorder."
 
 
 def test_a_dump_is_written_into_no_file_that_a_link_names(folder: Path) -> None:
@@ -93,18 +103,19 @@ def test_a_dump_is_written_into_no_file_that_a_link_names(folder: Path) -> None:
     assert precious.read_text() == "years of work"
 
 
-def test_a_pipe_in_the_place_of_a_dump_is_not_waited_for(folder: Path) -> None:
+def test_a_pipe_in_the_place_of_a_dump_is_not_waited_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder.mkdir()
     path = folder / "rank-00000.json"
     os.mkfifo(path)
     assert record(SUM).write(0, "gone") is None
-    with pytest.raises(PostmortemError) as error:
-        main([str(folder)])
-    assert str(error.value) == f"{path} is no dump of shardmap_torch's flight recorder."
+    refused = refusal([str(folder)], capsys)
+    assert refused == f"{path} is no dump of shardmap_torch's flight recorder."
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -112,11 +123,8 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     own.mkdir()
     own.chmod(0o777)
     assert record(SUM).write(0, "gone") is None
-    with pytest.raises(PostmortemError) as error:  # nor read
-        main([])
-    assert str(error.value) == (
-        f"{dump_folder()} is not this user's alone: others may write there."
-    )
+    refused = refusal([], capsys)  # nor read
+    assert refused == f"{dump_folder()} is not this user's alone: others may write there."
     own.rmdir()
     own.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     assert record(SUM).write(0, "gone") is None

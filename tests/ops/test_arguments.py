@@ -37,10 +37,43 @@ from tests.support.pool import Gloo
 HALF = torch.float16
 DIVIDE = "which does not divide over the 2 ranks of 'tp' (3 = 1*2 + 1). Pass sizes=, or pad it."
 GOES = "I -> R, I -> V, I -> Partial, R -> I, R -> V, V -> Partial, R -> Partial"
+WITHOUT_DST = """\
+{name} needs dst=: all ranks get the same, and its gradient depends on what they do with it next.
+  dst=I: all do the same, as with a loss or a residual stream: each has the whole gradient, and \
+the backward sends nothing.
+  dst=R: each does something else, as to multiply it by its own columns of weights: each has an \
+addend of the gradient, and the backward sums them.
+Fix: {fix}, or with dst=R; in a checked body the one that does not fit is refused."""
 HINT = "redistribute(x, axis, src=, dst=) finds the collective for any two types."
 
 # Each gets a float32 tensor of shape [2, 3] on each of two ranks of 'tp'.
 CASES: list[tuple[Callable[[Tensor], Any], str]] = [
+    # without dst, as whoever comes from JAX or torch.distributed begins
+    *(
+        (call, WITHOUT_DST.format(name=name, fix=fix))
+        for call, name, fix in (
+            (
+                lambda x: all_reduce(x.sum(), "tp"),  # type: ignore[call-arg]
+                "all_reduce",
+                'all_reduce(x.sum(), "tp", dst=I)',
+            ),
+            (
+                lambda x: all_gather(x, "tp", dim=1),  # type: ignore[call-arg]
+                "all_gather",
+                'all_gather(x, "tp", dim=1, dst=I)',
+            ),
+            (
+                lambda x: broadcast(x, "tp", 0),  # type: ignore[call-arg]
+                "broadcast",
+                'broadcast(x, "tp", 0, dst=I)',
+            ),
+            (
+                lambda x: all_reduce(x, "tp", dst=cast(Any, None)),
+                "all_reduce",
+                "say dst=I",
+            ),
+        )
+    ),
     # axes
     (
         lambda x: all_reduce(x, cast(Any, 3), dst=I),
@@ -64,7 +97,6 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
         "all_reduce takes tensors, or pytrees of them, not int (3).",
     ),
     # types
-    (lambda x: all_reduce(x, "tp", dst=cast(Any, None)), "all_reduce needs dst=, one of R, I."),
     (lambda x: all_reduce(x, "tp", dst=V), "all_reduce: dst=V is none of R, I."),
     (
         lambda x: all_reduce(x, "tp", dst="Q"),

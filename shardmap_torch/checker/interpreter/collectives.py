@@ -203,7 +203,7 @@ class AbstractBackend(WithoutAutomaticAxes):
             y = empty(interpreter.fake, shape, x.dtype, x.device)
         result = interpreter.make(y, types, equation, [x])
         result.batched_over = self._batched_over(move, collective, result.batched_over)
-        if MOVEMENTS[move].shares and not backward:
+        if (MOVEMENTS[move].shares or applied is None) and not backward:
             for each in (result, storage_type):  # one memory at run time, with two types
                 each.freeze(f"shares its memory with another value through {shown}")
         interpreter.add(equation)

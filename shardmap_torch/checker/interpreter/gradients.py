@@ -78,6 +78,7 @@ def hand_over(
     interpreter: Interpreter,
     operands: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
+    losses: Sequence[Tensor],
     old: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor | None, ...]:
     """Types the gradients that a body gets: V becomes Partial if the value is equal on all ranks.
@@ -86,6 +87,7 @@ def hand_over(
         interpreter: has their types.
         operands: the values.
         gradients: the gradient of each.
+        losses: what is differentiated.
         old: tensors in `.grad` that the backward has added to. Such a one stays the same tensor,
             which the body may refer to elsewhere.
 
@@ -101,7 +103,7 @@ def hand_over(
             own = interpreter.storage_type(gradient)
             own.types = _summed(interpreter.storage_type(operand).types, own.types)
         elif gradient is not None:
-            gradient = _handed_over(interpreter, operand, gradient)
+            gradient = _handed_over(interpreter, operand, gradient, losses)
         handed.append(gradient)
     return tuple(handed)
 
@@ -120,7 +122,9 @@ def _is_of_each(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> 
     return bool(batched) and interpreter.observer is not UNOBSERVED
 
 
-def _handed_over(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> Tensor:
+def _handed_over(
+    interpreter: Interpreter, operand: Tensor, gradient: Tensor, losses: Sequence[Tensor]
+) -> Tensor:
     storage_type = interpreter.storage_type(gradient)
     types = _summed(interpreter.storage_type(operand).types, storage_type.types)
     if types == storage_type.types:
@@ -134,6 +138,7 @@ def _handed_over(interpreter: Interpreter, operand: Tensor, gradient: Tensor) ->
     base = base_of(gradient)
     use = use_of("gradient", base, storage_type)
     equation = Equation(messages.GRADIENT, (use,), (), call_site(), False)
+    interpreter.losses[equation] = [interpreter.types(base_of(loss)) for loss in losses]
     for copy in copies:
         copy.types = _summed(interpreter.storage_type(operand).types, copy.types)
         copy.made = equation
@@ -202,7 +207,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
         grads = grads or func(*[given.pop(name) for name in names], *rest, **given)
     for operand, gradient in zip(inputs, grads, strict=True):
         check_gradient(interpreter, operand, gradient)
-    grads = hand_over(interpreter, inputs, grads)
+    grads = hand_over(interpreter, inputs, grads, outputs)
     interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
     return sum_by_repair(interpreter, grads)
 
@@ -277,7 +282,7 @@ def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: An
     grads = _fields(leaves)
     for leaf, gradient in zip(leaves, grads, strict=True):
         check_gradient(interpreter, leaf, gradient)
-    grads = hand_over(interpreter, leaves, grads, before)
+    grads = hand_over(interpreter, leaves, grads, outputs, before)
     _set_fields(interpreter, leaves, grads)
     interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)
     with torch.no_grad():

@@ -453,6 +453,7 @@ class Interpreter(TypeStore):
         self._count = 0
         self.reductions: dict[Spot, str] = {}
         self.means: dict[Site, Insert] = {}
+        self.losses: dict[Equation, Sequence[Types]] = {}  # by their gradients
 
     @property
     def is_special(self) -> bool:

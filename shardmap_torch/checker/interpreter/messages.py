@@ -92,14 +92,14 @@ def refused(
     gradients = _pending_gradients(uses, refusal.axis, axis)
     is_index = any(is_rank(use.storage_type, refusal.axis, axis) for use in uses)
     if gradients:
-        advice = gradient_sum_advice(axis)
+        advice = gradient_sum_advice(interpreter, axis, gradients)
     elif refusal.reason == BRANCH:
         advice = branch_advice(name, axis, is_index)
     else:
         advice = refusal.reason.advise(axis)
     types += [use.types[refusal.axis] for use in uses]
     rejection = error(interpreter, head, lines, advice, types=types)
-    propose(rejection, _summing(gradients, axis))
+    propose(rejection, _summing(interpreter, gradients, axis))
     if refusal.reason == MIXED and not gradients:
         for use in uses:
             if use.types[refusal.axis] == I:
@@ -127,21 +127,39 @@ def _pending_gradients(uses: Sequence[Use], axis: int, name: str) -> list[Equati
     return list(dict.fromkeys(e for e in equations if e is not None and e.name == GRADIENT))
 
 
-def _summing(equations: Sequence[Equation], axis: str) -> Iterator[Repair]:
+def _summing(
+    interpreter: "Interpreter", equations: Sequence[Equation], axis: str
+) -> Iterator[Repair]:
     """Yields the repairs that sum, or average, the gradients taken at one place."""
     asked: tuple[tuple[Op, str], ...] = (("sum", ""), ("mean", " and op='mean'"))
     for (op, more), equation in product(asked, equations):
+        if op == "mean" and _is_of_one_loss(interpreter, axis, [equation]):
+            continue
         text = f"all_reduce over {axis!r} with dst=I{more} of the gradients taken{_at(equation)}"
         reduced = Insert("all_reduce", axis, (("dst", I), ("op", op)))
         yield Repair(text, gradients={equation.site: reduced})
 
 
-def gradient_sum_advice(axis: str) -> str:
-    """Returns advice for using a gradient of which each rank has an addend."""
+def _is_of_one_loss(interpreter: "Interpreter", axis: str, gradients: Sequence[Equation]) -> bool:
+    """Returns whether gradients are of a loss that the ranks of an axis share.
+
+    Each rank has an addend of such a gradient, and never a mean over its own part.
+    """
+    at = interpreter.axes.index(axis)
+    losses = [types[at] for each in gradients for types in interpreter.losses.get(each, [])]
+    return bool(losses) and all(plain(each) in (I, K) for each in losses)
+
+
+def gradient_sum_advice(
+    interpreter: "Interpreter", axis: str, gradients: Sequence[Equation]
+) -> str:
+    """Returns advice for using gradients of which each rank has an addend."""
+    own = ", or with op='mean' if the loss is a mean over each rank's part of the batch"
+    one = ": the loss is one for all its ranks, and each has an addend of the gradient"
+    more = one if _is_of_one_loss(interpreter, axis, gradients) else own
     return (
-        f"sum the gradient first, with all_reduce(g, {axis!r}, dst=I), or with op='mean' if the "
-        "loss is a mean over each rank's part of the batch. If each rank's own gradient is meant, "
-        f"say so with reinterpret(g, {axis!r}, src=Partial, dst=V)."
+        f"sum the gradient first, with all_reduce(g, {axis!r}, dst=I){more}. If each rank's own "
+        f"gradient is meant, say so with reinterpret(g, {axis!r}, src=Partial, dst=V)."
     )
 
 
@@ -268,12 +286,12 @@ def source(
     head = f"{called} takes {_named(expected)} over {axis!r}, but its operand is {_named(have)}."
     gradients = _pending_gradients([use], at, axis)
     advice = (
-        gradient_sum_advice(axis)
+        gradient_sum_advice(interpreter, axis, gradients)
         if gradients
         else _source_advice(collective, name, axis, have, expected)
     )
     wrong_type = error(interpreter, head, [_describe(use, at)], advice, types=[have])
-    propose(wrong_type, _summing(gradients, axis))
+    propose(wrong_type, _summing(interpreter, gradients, axis))
     if equation.forward is not None:
         propose(wrong_type, _retype(equation.forward, I if plain(have) in (I, K) else R))
     return wrong_type

@@ -3,6 +3,7 @@
 Each gets what its operands are there, so that nothing is interpreted again to find them.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -30,6 +31,8 @@ from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.functorch import base_of, is_batched
+from shardmap_torch.core.source_location import user_call
+from shardmap_torch.core.source_text import first_operand, operand_texts
 from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.spec import P
@@ -212,7 +215,8 @@ def _over(spot: Spot, collective: Collective, axis: str, other: str) -> Iterator
 
 
 def _instead(spot: Spot, other: Collective) -> Repair:
-    return Repair(f"{_written(other)} in place of {spot}", collectives={spot: other})
+    x = first_operand(spot.code, spot.at) or "x"
+    return Repair(f"{_written(other, x)} in place of {spot}", collectives={spot: other})
 
 
 def _taking(have: AxisType, dst: AxisType, old: Collective) -> Iterator[Collective]:
@@ -234,13 +238,13 @@ def _taking(have: AxisType, dst: AxisType, old: Collective) -> Iterator[Collecti
 _WRITTEN: Final = ("all_reduce", "all_gather", "reduce_scatter", "convert")
 
 
-def _written(collective: Collective) -> str:
-    """Writes the call of one of these collectives."""
+def _written(collective: Collective, x: str) -> str:
+    """Writes the call of one of these collectives, of an operand."""
     axes = collective.axes[0] if len(collective.axes) == 1 else collective.axes
     src = f", src={collective.src}" * (collective.name == "convert")
     dst = f", dst={collective.dst}" * (collective.name != "reduce_scatter")
     dim = f", dim={collective.dim}" * (V in (collective.src, collective.dst))
-    return f"{collective.name}(x, {axes!r}{dim}{src}{dst})"
+    return f"{collective.name}({x}, {axes!r}{dim}{src}{dst})"
 
 
 def state(interpreter: "Interpreter", x: Tensor) -> tuple[State, P | None]:
@@ -265,6 +269,8 @@ def repaired(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> t
     changed = {id(x): changes[at].apply(x) for at, x in enumerate(tensors) if at in changes}
     if not changed:
         return args, kwargs
+    for x in changed.values():  # what is written into it, the operand does not get
+        interpreter.storage_type(x).freeze("is what the repair makes")
     leaves, structure = flatten((tuple(args), kwargs))
     found: tuple[Any, Any] = unflatten(structure, [changed.get(id(x), x) for x in leaves])
     return found
@@ -281,14 +287,18 @@ def at_call(
     spot = function_call(func)
     if spot is None or not (is_compared or rejection_of(error).types):
         return
-    given = [(at, x) for at, x in enumerate(distinct(args, kwargs)) if not is_batched(x)]
+    named = _named(distinct(args, kwargs))
+    given = [(at, x) for at, (_, x) in enumerate(named) if not is_batched(x)]
     tensors = [(at, x) for at, x in given if _is_reducible(interpreter, x)]
     known = [state(interpreter, x) for _, x in tensors]
+    _name_in_advice(
+        error, [(named[at][0], own) for (at, _), (own, _) in zip(tensors, known, strict=True)]
+    )
     found: list[tuple[int, Repair]] = []
     for (at, _), own in zip(tensors, known, strict=True):
         peers = [other[0] for other in known if other is not own]
         for kind, insert in inserts(*own, peers):
-            text = f"{insert.of('x')} for x, operand {at + 1} of {spot}"
+            text = f"{insert.of(named[at][0])} in place of {named[at][0]} in {spot}"
             found.append((LIKELY.find(kind), Repair(text, operands={(spot, at): insert})))
     found.sort(key=itemgetter(0))
     operands = [x for _, x in tensors]
@@ -301,8 +311,32 @@ def at_call(
         storage_type = interpreter.known_storage_type(x)
         made = None if storage_type is None else storage_type.made
         if is_compared and made is not None and made.name.startswith("axis_index("):
-            text = f"0 in place of {made.name}, operand {at + 1} of {spot}"
+            text = f"0 in place of {made.name} in {spot}"
             propose(error, [Repair(text, operands={(spot, at): FIRST})])
+
+
+def _named(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """Returns what the user's call gets, with its text there, or else its number."""
+    found = user_call()
+    texts = [None] * len(tensors) if found is None else operand_texts(found[0], tensors)
+    names = [f"operand {at}" if text is None else text for at, text in enumerate(texts, start=1)]
+    return list(zip(names, tensors, strict=True))
+
+
+_ADVISED: Final = (
+    ("P", re.compile(r"(?<=all_reduce\()x(?=, '\w+', dst=)")),
+    ("I", re.compile(r"(?<=convert\()x(?=, '\w+', src=I)")),
+)
+"""Letters of types, and where an error's advice speaks of the operand of that type."""
+
+
+def _name_in_advice(error: ShardTypeError, operands: Sequence[tuple[str, State]]) -> None:
+    """Has the advice name the operand that it is about, in place of an x, if there is only one."""
+    for kind, place in _ADVISED:
+        about = [name for name, own in operands if any(have.kind == kind for have in own.values())]
+        head, fix, advice = str(error).rpartition("\nFix: ")
+        if len(about) == 1 and not about[0].startswith("operand "):
+            error.args = (head + fix + about[0].join(place.split(advice)),)
 
 
 def at_collective(

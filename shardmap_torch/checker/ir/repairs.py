@@ -73,7 +73,7 @@ def function_call(func: Callable[..., Any]) -> Spot | None:
     handlers = (name, "__torch_function__", "wrapped")  # how torch's functions in Python get there
     if found is None or found[1].f_code.co_name not in handlers:
         return None
-    return _spot(*found, name.strip("_") or "a function")
+    return _spot(*found, name.removeprefix("__").removesuffix("__") or "a function")
 
 
 def _spot(users: FrameType, called: FrameType, name: str) -> Spot:

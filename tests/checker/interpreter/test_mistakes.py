@@ -23,7 +23,7 @@ from shardmap_torch import (
     shift,
     value_and_grad,
 )
-from shardmap_torch.optim import sync_gradients
+from shardmap_torch.optim import clip_by_global_norm, sync_gradients
 from tests.support.golden import hold
 
 pytestmark = pytest.mark.usefixtures("repairs")
@@ -89,6 +89,20 @@ def shifts_what_all_ranks_have(w: Params, x: Tensor, y: Tensor) -> Any:
     return forward(w, x) + shift(w["b"], "tp", 1)
 
 
+def steps_by_gradients_of_one_loss_that_are_not_summed(w: Params, x: Tensor, y: Tensor) -> Any:
+    def loss(w: Params) -> Tensor:
+        return all_reduce((forward(w, x) - y).square().mean(), "dp", op="mean", dst=I)
+
+    value, grads = value_and_grad(loss)(w)
+    grads, _ = clip_by_global_norm(grads, SPECS)
+    return {name: w[name] - 0.1 * grads[name] for name in w}, value
+
+
+def steps_by_gradients_of_each_rank_s_loss(w: Params, x: Tensor, y: Tensor) -> Any:
+    _, grads = value_and_grad(lambda w: (forward(w, x) - y).square().mean())(w)
+    return {name: w[name] - 0.1 * grads[name] for name in w}
+
+
 COUNTER = torch.zeros(())
 
 
@@ -102,6 +116,8 @@ def counts_in_a_loss(w: Params, x: Tensor, y: Tensor) -> Any:
 
 MISTAKES: dict[Body, Any] = {
     counts_in_a_loss: P(),
+    steps_by_gradients_of_one_loss_that_are_not_summed: (SPECS, P()),
+    steps_by_gradients_of_each_rank_s_loss: SPECS,
     forgets_the_all_reduce_of_a_row_parallel_layer: (SPECS, P()),
     sums_gradients_of_each_rank_s_mean: (SPECS, P()),
     returns_each_rank_s_mean: P(),

@@ -165,8 +165,8 @@ def test_a_branch_on_a_varying_value_is_rejected_with_a_reduction_that_was_tried
         "input x (P('tp'))",
         "Fix: compute what it decides with torch.where or a mask, or make it equal on all ranks of "
         "'tp' first.",
-        "Tried, and accepted also by check='global': all_reduce(x, 'tp', dst=I) for x, operand 1 "
-        f"of item at test_paths.py:{line + 1}",
+        "Tried, and accepted also by check='global': all_reduce(total, 'tp', dst=I) in place "
+        f"of total in item at test_paths.py:{line + 1}",
     ]
 
 

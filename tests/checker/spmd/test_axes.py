@@ -64,15 +64,15 @@ RIGHT: Final[list[Body]] = [ring, by_rank, over_both, gathered, differentiated]
 ADDED_TWICE: Final = (
     "add is not what it is on one device: over 'tp' an operand is a pending sum: an addend that is "
     "equal on all ranks would be counted once per rank.",
-    "Fix: take the sum first, with all_reduce(x, 'tp', dst=...), and add this to it.",
+    "Fix: take the sum first, with all_reduce(x.sum(), 'tp', dst=...), and add this to it.",
 )
 WRONG: Final[list[tuple[Body, tuple[str, str]]]] = [
     (
         lambda x, w, b: all_reduce(x @ w + b, "tp", dst=I),
         (
             ADDED_TWICE[0],
-            "Tried, and accepted also by check='global': convert(x, 'tp', src=R, dst=Partial) for "
-            "x, operand 2 of add at test_axes.py:71",
+            "Tried, and accepted also by check='global': convert(b, 'tp', src=R, dst=Partial) in "
+            "place of b in add at test_axes.py:71",
         ),
     ),
     (

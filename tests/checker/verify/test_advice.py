@@ -65,7 +65,7 @@ _SCALE: Final = (
     "it is applied to may stay a pending sum, for a later all_reduce. Losses of nn do so with "
     "batch_axis='tp'."
 )
-_FIRST: Final = "take the sum first, with all_reduce(x, 'tp', dst=...)"
+_FIRST: Final = "take the sum first, with all_reduce({}, 'tp', dst=...)"
 
 CASES: Final[dict[str, Case]] = {
     "square": Case(
@@ -83,28 +83,28 @@ CASES: Final[dict[str, Case]] = {
     ),
     "choice": Case(
         lambda x, w: total(torch.where((x > 0).sum(1, keepdim=True) > 1, x @ w, 0)),
-        f"{_FIRST}; leave out a later one.",
+        f"{_FIRST.format('(x > 0).sum(1, keepdim=True)')}; leave out a later one.",
         lambda x, w: total(torch.where(shared((x > 0).sum(1, keepdim=True)) > 1, x @ w, 0)),
     ),
     "nonlinear": Case(
         lambda x, w: total((x @ w).tanh()),
-        f"{_FIRST}; leave out a later one.",
+        f"{_FIRST.format('x @ w')}; leave out a later one.",
         lambda x, w: total(x @ w).tanh(),
     ),
     "index": Case(
         lambda x, w: w[(x > 0).sum(1)],
-        f"{_FIRST}; leave out a later one.",
+        f"{_FIRST.format('(x > 0).sum(1)')}; leave out a later one.",
         lambda x, w: w[total((x > 0).sum(1)) % w.shape[0]],
         w=P(),
     ),
     "addend": Case(
         lambda x, w: total(x @ w + 1),
-        f"{_FIRST}, and add this to it.",
+        f"{_FIRST.format('x @ w')}, and add this to it.",
         lambda x, w: total(x @ w) + 1,
     ),
     "rounding": Case(
         lambda x, w: total((x @ w).long()),
-        f"{_FIRST}, and round it.",
+        f"{_FIRST.format('x @ w')}, and round it.",
         lambda x, w: total(x @ w).long(),
     ),
     "gather of the outer axis first": Case(
@@ -197,10 +197,10 @@ def test_an_error_of_the_checkpoint_of_torch_names_the_one_to_use() -> None:
 
 def test_an_error_of_the_code_does_not_tell_the_shapes_of_shards() -> None:
     def body(x: Tensor) -> Tensor:
-        reduced: Tensor = all_reduce(x, "tp")  # type: ignore[call-arg]
+        reduced: Tensor = all_reduce(x)  # type: ignore[call-arg]
         return reduced
 
-    with pytest.raises(TypeError, match="'dst'") as error:
+    with pytest.raises(TypeError, match="'axis'") as error:
         shard_map(body, mesh=RANKS, in_specs=P(None, "tp"), out_specs=P())(X)
     assert not hasattr(error.value, "__notes__")
 

@@ -250,7 +250,7 @@ def test_a_closed_over_value_of_the_outer_body_is_no_open_input() -> None:
     text = rejection(closed)
     assert text.startswith("mapped: mm over axis 'tp' of I and V: ")
     # The specs of the outer function cannot name the axis.
-    tried = "Tried, and accepted also by check='global': convert(x, 'tp', src=I, dst=R) for x, "
+    tried = "Tried, and accepted also by check='global': convert(y, 'tp', src=I, dst=R) in "
     assert text.splitlines()[-1].startswith(tried)
 
 

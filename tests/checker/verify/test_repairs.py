@@ -77,7 +77,10 @@ def converted_twice(x: Tensor, w: Tensor) -> Tensor:
 
 
 INSTEAD: Final[tuple[tuple[Case, str], ...]] = (
-    ((sum_over_an_axis_too_many, P(), P()), "all_reduce(x, 'dp', dst=I) in place of all_reduce"),
+    (
+        (sum_over_an_axis_too_many, P(), P()),
+        "all_reduce((x @ w).sum(), 'dp', dst=I) in place of all_reduce",
+    ),
     ((gathered_without_need, P(), P("dp")), "leave out all_gather"),
     ((converted_twice, P(), P("dp")), "leave out convert"),
 )
@@ -246,19 +249,89 @@ def mean_of_sum(x: Tensor, w: Tensor) -> Tensor:
     return all_reduce(all_reduce((x @ w).sum(), "dp", dst=I), ("dp", "tp"), dst=I, op="mean")
 
 
+def centred(x: Tensor, w: Tensor) -> Tensor:
+    x.sub_(x.mean(0))
+    return x * 1
+
+
+def scaled_by_a_view(x: Tensor, w: Tensor) -> Tensor:
+    rows = x.view(-1, 2)
+    rows.mul_(3.0)
+    return x + 0
+
+
+def scaled_by_what_may_be_a_copy(x: Tensor, w: Tensor) -> Tensor:
+    x.contiguous().mul_(3.0)
+    return x + 0
+
+
+def set_by_an_index(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 1
+    y[:, 0] = y.mean(0)[0]
+    return y.relu()
+
+
+def written_by_out(x: Tensor, w: Tensor) -> Tensor:
+    y = x * 1
+    torch.mul(y.mean(0), 2.0, out=y[0])
+    return y.relu()
+
+
+def written_after_a_gather(x: Tensor, w: Tensor) -> Tensor:
+    v = w * 1
+    y = all_gather(v, "dp", dim=1, dst=I)
+    y.mul_(2.0)
+    return x @ v
+
+
+WRITING: Final = (
+    *(centred, scaled_by_a_view, scaled_by_what_may_be_a_copy, set_by_an_index),
+    *(written_by_out, written_after_a_gather),
+)
+
+
+@pytest.mark.parametrize("body", WRITING, ids=lambda body: body.__name__)
+def test_no_repair_leaves_a_write_to_a_copy(body: Callable[..., Any]) -> None:
+    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="ranks")
+    specs = P("dp"), P()
+    mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("dp"), check="global")
+    with pytest.raises(ShardTypeError) as error:
+        mapped(X.clone(), W)
+    assert "Tried" not in str(error.value)
+
+
+def test_a_repair_names_what_it_changes_as_the_body_does() -> None:
+    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="ranks")
+
+    def own(x: Tensor, bias: Tensor) -> Tensor:
+        return all_reduce(x.sum(0) + bias, "dp", dst=I)
+
+    with pytest.raises(ShardTypeError) as error:
+        shard_map(own, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P(), check="global")(X, W[0])
+    line = own.__code__.co_firstlineno + 1
+    assert str(error.value).splitlines()[-2:] == [
+        "Fix: take the sum first, with all_reduce(x.sum(0), 'dp', dst=...), and add this to it.",
+        "Tried, and accepted also by check='global': convert(bias, 'dp', src=R, dst=Partial) in "
+        f"place of bias in add at test_repairs.py:{line}",
+    ]
+
+
 INSERTED: Final[tuple[tuple[Case, str], ...]] = (
-    ((rooted, P(), P()), "all_reduce(x, 'dp', dst=R) for x, operand 1 of sqrt"),
-    ((divided, P(), P("dp")), "all_reduce(x, 'dp', dst=R) for x, operand 2 of div"),
-    ((shared_code, P(), P("dp")), "all_reduce(x, 'dp', dst=R) for x, operand 2 of sub"),
+    ((rooted, P(), P()), "all_reduce(x.T @ x, 'dp', dst=R) in place of x.T @ x in sqrt"),
+    ((divided, P(), P("dp")), "all_reduce(x.sum(0), 'dp', dst=R) in place of x.sum(0) in div"),
+    ((shared_code, P(), P("dp")), "all_reduce(x.sum(0), 'dp', dst=R) in place of x.sum(0) in sub"),
     ((shards_of_a_whole, P(), P()), "return all_gather(out, 'dp', dim=0, dst=I)"),
     ((mean_of_equal, P(), P("dp")), "leave out all_reduce at test_repairs.py:"),
     ((shifted_equal, P(), P("dp")), "leave out shift at test_repairs.py:"),
-    ((mean_of_rows, P(), P()), "all_gather(x, 'dp', dim=0, dst=I) in place of all_reduce at test"),
+    ((mean_of_rows, P(), P()), "all_gather(x @ w, 'dp', dim=0, dst=I) in place of all_reduce at"),
     ((sum_of_means, P(), P()), "op='mean' in all_reduce at test_repairs.py:"),
     ((mean_of_sums, P(), P()), "op='sum' in all_reduce at test_repairs.py:"),
     ((mean_of_scattered_sums, P(), P("dp")), "op='sum' in reduce_scatter at test_repairs.py:"),
-    ((scattered_along_another_dim, P(), P(None, "dp")), "reduce_scatter(x, 'dp', dim=1) in place"),
-    ((cut_along_another_dim, P(), P(None, "dp")), "convert(x, 'dp', dim=1, src=I, dst=V) in place"),
+    (
+        (scattered_along_another_dim, P(), P(None, "dp")),
+        "reduce_scatter(x.T @ x @ w, 'dp', dim=1) in",
+    ),
+    ((cut_along_another_dim, P(), P(None, "dp")), "convert(w * 2, 'dp', dim=1, src=I, dst=V) in"),
 )
 """Rejected by global strictness, with the beginning of what is to be inserted."""
 
@@ -299,7 +372,9 @@ def logged(x: Tensor, w: Tensor) -> Tensor:
 
 def test_the_number_of_a_mean_is_to_be_averaged() -> None:
     repair = repair_of(rejection((logged, P(), P())))
-    assert repair.text.startswith("all_reduce(x, 'dp', dst=I, op='mean') for x, operand 1 of item")
+    assert repair.text.startswith(
+        "all_reduce(loss, 'dp', dst=I, op='mean') in place of loss in item"
+    )
 
 
 def test_no_repair_is_printed_that_leaves_the_division_of_a_mean() -> None:
