@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting, current_interpreter
-from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Asserted, Equation
 from shardmap_torch.checker.ir.repairs import Insert, propose
 from shardmap_torch.checker.region import local_region, note_region
@@ -246,7 +245,7 @@ def call_region(
         return function(*args)
     observer = interpreter.observer
     # Not under global strictness, or computed again in a backward: layouts are unknown.
-    if observer is UNOBSERVED or observer.is_ignored:
+    if not observer.compares or observer.is_ignored:
         out = function(*args)
         note_region(interpreter, function.__name__, args, flatten(out)[0])
         return out

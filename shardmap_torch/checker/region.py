@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
-from shardmap_torch.checker.ir.observer import REGION, UNOBSERVED
+from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.torch_private.engine import sequence_number
@@ -107,7 +107,7 @@ def local_region(
         if not trusted:
             interpreter.traits.promises |= {(f"{REGION} {name}", axes)}
         observer.on_region_start(name, inputs, in_specs)
-        interpreter.observer = UNOBSERVED
+        interpreter.observer = observer.aside
         first = sequence_number()
         try:
             out = f(*args, **kwargs)
@@ -117,7 +117,7 @@ def local_region(
             interpreter.regions.append(range(first, sequence_number()))
         outputs, out_specs = _placed(name, out_types, out, "result")
         checked = set(interpreter.axes)
-        if observer is UNOBSERVED:
+        if not observer.compares:
             checked -= _varying(interpreter, inputs) - axes
         for tensor, spec in zip(outputs, out_specs, strict=True):
             _check_result(interpreter, name, tensor, spec, checked)

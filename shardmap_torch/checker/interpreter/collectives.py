@@ -146,8 +146,11 @@ class AbstractBackend(WithoutAutomaticAxes):
         self.note_asked(axes)
         return Asking(interpreter, self.mesh, self.index).rank_along(axes)
 
-    def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> None:
-        """Records the all-reduce of an input's gradient that its spec implies."""
+    def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> Tensor:
+        """Records the all-reduce of an input's gradient that its spec implies; returns its result.
+
+        One device has no such step to compare.
+        """
         interpreter = self._interpreter
         collective = Collective("convert", I, R, tuple(axes)).transpose
         storage_type = interpreter.storage_type(gradient)
@@ -163,6 +166,8 @@ class AbstractBackend(WithoutAutomaticAxes):
             reduced = torch.empty_like(gradient)
         interpreter.make(reduced, types, equation, [])
         interpreter.add(equation)
+        interpreter.observer.aside.on_collective(collective.move, collective, gradient, reduced)
+        return reduced
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Checks the operand's type, and types the result."""

@@ -20,7 +20,6 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.own_functions import (
     applied,
     has_saving_hooks,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:  # for annotations; it takes a second to import
 
 def is_observed(interpreter: "Interpreter") -> bool:
     """Returns whether an observer compares the program here."""
-    return interpreter.observer is not UNOBSERVED and not interpreter.is_paused
+    return interpreter.observer.compares and not interpreter.is_paused
 
 
 def meet(interpreter: "Interpreter", function: Any, operands: Sequence[Any]) -> None:
@@ -102,7 +101,7 @@ def _is_compared(interpreter: "Interpreter", node: Node) -> bool:
 
 def reject_unseen(interpreter: "Interpreter") -> None:
     """Refuses steps of a custom backward whose start was not reported, as in a recomputation."""
-    if interpreter.observer is UNOBSERVED:
+    if not interpreter.observer.compares:
         return
     node = current_autograd_node()
     # The start of a watched node is reported; steps after its end are autograd's sums.

@@ -17,7 +17,6 @@ from torch import Tensor
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.interpreter.custom_functions import watch
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
-from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
@@ -119,7 +118,7 @@ def _summed(types: Types, gradient: Types) -> Types:
 def _is_of_each(interpreter: Interpreter, operand: Tensor, gradient: Tensor) -> bool:
     """Returns whether a vmap batches a gradient, and not its value, and layouts say how."""
     batched = dims_of(gradient)[1].keys() - dims_of(operand)[1].keys()
-    return bool(batched) and interpreter.observer is not UNOBSERVED
+    return bool(batched) and interpreter.observer.compares
 
 
 def _handed_over(

@@ -419,6 +419,8 @@ class TypeStore:
             label = f"{CLOSED_OVER} {type(real).__name__} of shape {list(real.shape)}"
             self.bring(fake, (K,) * len(self.axes), label, f"is {label}")
             self.observer.on_closure(fake, real)
+        else:  # it, or another tensor in its memory
+            self.observer.aside.on_closure(fake, real)
         values = ""
         if current() is not None:  # processes compare those of tensors that are made in the body
             with disable_current_modes():
@@ -487,7 +489,7 @@ class Interpreter(TypeStore):
         """Types operations in this context without adding them to the program."""
         branches, traits = self.numbers.branches, replace(self.traits)
         before = self.equations, self.observer, traits, self._count, branches.refusal
-        self.equations, self.observer = [], UNOBSERVED
+        self.equations, self.observer = [], self.observer.aside
         try:
             yield
         finally:

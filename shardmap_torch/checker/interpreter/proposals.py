@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
-from shardmap_torch.checker.ir.observer import UNOBSERVED
 from shardmap_torch.checker.ir.program import Equation, StorageType
 from shardmap_torch.checker.ir.repairs import (
     FIRST,
@@ -283,7 +282,7 @@ def at_call(
 
     Where nothing is compared with one device, only errors about types have to do with operands.
     """
-    is_compared = interpreter.observer is not UNOBSERVED
+    is_compared = interpreter.observer.compares
     spot = function_call(func)
     if spot is None or not (is_compared or rejection_of(error).types):
         return

@@ -29,12 +29,19 @@ class Observer:
     Attributes:
         judges: whether the user's assertions about types apply; they do not where all axes have
             one rank.
+        compares: whether ranks are compared with one device by it.
     """
 
     judges = True
+    compares = False
 
     def __init__(self) -> None:
         self.followed: list[int] = []
+
+    @property
+    def aside(self) -> "Observer":
+        """The observer of steps that are not compared with one device."""
+        return UNOBSERVED if self.compares else self
 
     @property
     def is_ignored(self) -> bool:
@@ -151,6 +158,15 @@ class Observer:
 
     def on_start(self, flows: Callable[[Tensor], bool]) -> None:
         """Notes the start of the program; `flows` tells through which tensors gradients flow."""
+
+    def on_return(self, results: Mapping[str, Any]) -> None:
+        """Notes the results by path, as their specs promise them."""
+
+    def on_pull_back(self, seeds: Mapping[str, Tensor]) -> None:
+        """Notes the start of the derived backward, with the cotangents of results by path."""
+
+    def on_pulled_back(self, gradients: Sequence[Tensor | None]) -> None:
+        """Notes its end, with the gradients of the inputs, as their specs promise them."""
 
     def on_end(self) -> None:
         """Notes that forward and backward have ended."""

@@ -289,6 +289,7 @@ class PathOutcome:
         needs: requirements of the gradients of inputs, along open axes.
         traits: what else runs have to know of it.
         sharing: the input whose memory a result may have, by their positions.
+        observer: what has observed it, as the request has asked.
     """
 
     program: ProgramPath
@@ -299,6 +300,7 @@ class PathOutcome:
     needs: Mapping[Where, Need] = field(default_factory=dict)
     traits: Traits = field(default_factory=lambda: Traits(""))
     sharing: Mapping[int, int] = field(default_factory=dict)
+    observer: Any = None
 
 
 @dataclass(frozen=True)

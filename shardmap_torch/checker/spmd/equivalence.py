@@ -63,6 +63,8 @@ NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 class Relation(Observer):
     """Compares each step of the ranks' program with the recorded one-device program."""
 
+    compares = True
+
     def __init__(
         self, interpreter: Interpreter, one: Recorder, without: frozenset[str] = NO_AXES
     ) -> None:

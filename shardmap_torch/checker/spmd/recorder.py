@@ -118,7 +118,7 @@ class Recorder(Observer):
         has_assumed: whether gradients stand for those of a backward that has not run.
     """
 
-    judges = False
+    judges, compares = False, True
 
     def __init__(self, assume: Assume = lambda *_: None) -> None:
         """Has no steps; `assume` makes gradients that stand for those of a backward, or None."""

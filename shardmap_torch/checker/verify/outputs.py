@@ -12,7 +12,7 @@ from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.collectives import AbstractBackend
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.interpreter.proposals import to_spec
-from shardmap_torch.checker.ir.observer import UNOBSERVED, Observer
+from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.program import Cast, Exit, Where
 from shardmap_torch.checker.ir.repairs import Insert, Op, Repair, applied, nested, propose
 from shardmap_torch.checker.rules.infer import Types
@@ -181,7 +181,9 @@ def convert_results(request: Request, made: "Interpretation", result: Result) ->
             _propose(made, error, result, [position])
             raise
     report_values(interpreter.observer, result)
-    interpreter.observer = UNOBSERVED  # conversions of the boundary keep the meaning
+    interpreter.observer = (
+        interpreter.observer.aside
+    )  # conversions of the boundary keep the meaning
     for (position, axis), exit_ in exits.items():
         casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
         result.leaves[position] = apply(backend, casts, result.leaves[position])

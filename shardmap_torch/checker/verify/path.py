@@ -161,6 +161,8 @@ def _verify(request: Request, branches: Branches, one: "OneDevice | None") -> Pa
     # Where code fails on one device, that or the types of the ranks tell more than a comparison.
     if one is not None and isinstance(one.failure, ShardTypeError | None):
         one.compare(interpreter)
+    elif request.observe is not None:
+        interpreter.observer = request.observe(interpreter)
 
     # 1. Inputs enter as their specs say.
     with made.entered() as inputs:
@@ -180,6 +182,7 @@ def _verify(request: Request, branches: Branches, one: "OneDevice | None") -> Pa
         with DisableTorchFunction():  # the boundary asks and casts, not the body
             exits = convert_results(request, made, result)
         interpreter.observer = observer
+        observer.on_return(dict(zip(result.match.paths, result.leaves, strict=True)))
 
         # 4. The derived backward runs, and decides the axes that specs leave open.
         back = PullBack(call, interpreter, made.backend, inputs)
@@ -240,6 +243,7 @@ def _outcome(
         needs=back.needs,
         traits=interpreter.traits,
         sharing=sharing,
+        observer=None if request.observe is None else interpreter.observer,
     )
 
 
@@ -280,14 +284,16 @@ class PullBack:
         for position in result.match.crossing:
             spec = result.match.spec(position)
             types = tuple(seeded_as(spec, axis) for axis in interpreter.axes)
-            outputs.append((result.leaves[position], types))
+            outputs.append((result.match.paths[position], result.leaves[position], types))
         found = _differentiate(interpreter, outputs, self._locals.values())
-        self._commit({position: found.get(id(local)) for position, local in self._locals.items()})
+        gradients = {position: found.get(id(local)) for position, local in self._locals.items()}
+        self._commit(gradients)
+        interpreter.observer.on_pulled_back([*gradients.values()])
         for closure in interpreter.closures.values():
             self._check_closure(closure, found.get(id(closure)))
 
-    def _commit(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Decides the open axes of the inputs by their gradients."""
+    def _commit(self, gradients: dict[int, Tensor | None]) -> None:
+        """Decides the open axes of the inputs by their gradients, and sums these over them."""
         call, interpreter = self._call, self._interpreter
         for position in call.crossing:
             spec, path = call.match.spec(position), call.match.paths[position]
@@ -311,7 +317,7 @@ class PullBack:
                         self.needs[position, axis] = need
                         replicate += [axis] * need.replicate
                 if replicate:
-                    self._backend.reduce_gradient(replicate, gradient)
+                    gradients[position] = self._backend.reduce_gradient(replicate, gradient)
         self._check_asserted()
 
     def _check_asserted(self) -> None:
@@ -356,28 +362,33 @@ def record_backward(
     outputs = []
     for value in results:
         have = interpreter.types_of(value)
-        outputs.append((value, tuple(I if t == K else COTANGENT.get(plain(t), t) for t in have)))
+        types = tuple(I if t == K else COTANGENT.get(plain(t), t) for t in have)
+        outputs.append(("", value, types))
     _differentiate(interpreter, outputs, inputs)
 
 
 def _differentiate(
-    interpreter: Interpreter, outputs: Iterable[tuple[Tensor, Types]], inputs: Iterable[Tensor]
+    interpreter: Interpreter,
+    outputs: Iterable[tuple[str, Tensor, Types]],
+    inputs: Iterable[Tensor],
 ) -> Mapping[int, Tensor | None]:
     """Runs the backward of a body; returns gradients by the identity of inputs and closures.
 
     Args:
         interpreter: interprets the body.
-        outputs: its results, and the types of their cotangents.
+        outputs: its results with their paths, and the types of their cotangents.
         inputs: as the body got them.
     """
     with DisableTorchFunction():
-        live = [(value, types) for value, types in outputs if value.requires_grad]
+        live = [each for each in outputs if each[1].requires_grad]
         leaves = [x for x in (*inputs, *interpreter.closures.values()) if x.requires_grad]
     if not live or not leaves:
         return {}
-    seeds = [interpreter.bring_like(*output, "the cotangent of a result") for output in live]
+    paths, values, types = zip(*live, strict=True)
+    label = "the cotangent of a result"
+    seeds = [interpreter.bring_like(*each, label) for each in zip(values, types, strict=True)]
+    interpreter.observer.on_pull_back(dict(zip(paths, seeds, strict=True)))
     with interpreter.differentiating(seeds):
-        values = [value for value, _ in live]
         gradients = torch.autograd.grad(values, leaves, seeds, allow_unused=True)
     return dict(zip(map(id, leaves), gradients, strict=True))
 

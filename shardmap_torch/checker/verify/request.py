@@ -1,11 +1,13 @@
 """Requests of a check, and the types and shapes of values at its boundary."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.guards.monitor import CheckedStep
+from shardmap_torch.checker.interpreter.interpreter import Interpreter
+from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.program import Resolved, StorageType
 from shardmap_torch.checker.ir.repairs import Repair
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
@@ -62,6 +64,9 @@ class Met:
     assumed: bool = False
 
 
+Observe: TypeAlias = Callable[[Interpreter], Observer]
+
+
 @dataclass(frozen=True)
 class Request:
     """A call whose paths are all verified with the same choices.
@@ -74,6 +79,7 @@ class Request:
         reading: how to read what the program leaves open; `casts` is the part for collectives.
         start: the first step of the notes for runs, which all paths share.
         met: which parts of the reading have mattered.
+        observe: makes an observer of each path; None where nobody else observes it.
     """
 
     call: Call
@@ -84,6 +90,7 @@ class Request:
     casts: Readings = field(default_factory=Readings)
     start: CheckedStep = field(default_factory=CheckedStep)
     met: Met = field(default_factory=Met)
+    observe: Observe | None = None
 
 
 def promised(spec: P, axis: str) -> AxisType:

@@ -33,7 +33,7 @@ from shardmap_torch.checker.ir.repairs import (
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.path import verify_path
-from shardmap_torch.checker.verify.request import Reading, Request, Strictness
+from shardmap_torch.checker.verify.request import Observe, Reading, Request, Strictness
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.functorch import can_receive_gradient
@@ -256,6 +256,7 @@ class Verdict(Shown):
         refusal: why results cannot be differentiated, where the body is right without that.
         tried: how it was compared with one device by numbers, where its steps cannot be.
         untried: why numbers cannot tell what regions promise, which is believed.
+        observers: of its paths, as who has asked for the check makes them.
     """
 
     name: str
@@ -276,6 +277,7 @@ class Verdict(Shown):
     elsewhere: tuple[str, ...] = ()
     tried: str = ""
     untried: str = ""
+    observers: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         """Says what was accepted; `trace` and `explain` say more."""
@@ -408,8 +410,16 @@ def detached(call: Call) -> list[Any]:
     return leaves
 
 
-def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = EXACT) -> Verdict:
+def attempt(
+    call: Call,
+    repair: Repair,
+    strictness: Strictness,
+    sizes: Sizes = EXACT,
+    observe: Observe | None = None,
+) -> Verdict:
     """Checks a call by one reading after the other of what the program leaves open.
+
+    `observe` makes observers of paths that nothing compares with one device.
 
     Raises:
         ShardTypeError: it is well-typed by none.
@@ -420,7 +430,7 @@ def attempt(call: Call, repair: Repair, strictness: Strictness, sizes: Sizes = E
         while reading is not None:
             shared, casts = reading.resolved.replicate, reading.casts(strictness)
             own = replace(call, match=with_replicate(call, shared)) if shared else call
-            request = Request(own, repair, strictness, sizes, reading, casts)
+            request = Request(own, repair, strictness, sizes, reading, casts, observe=observe)
             try:
                 found = _verify_paths(request)
             except (Exception, AgainError) as error:  # the user's code may raise anything
@@ -525,6 +535,7 @@ def _verdict(request: Request, resolved: Resolved, outcomes: Sequence[PathOutcom
         Traits.of_all([outcome.traits for outcome in outcomes]),
         {at: source for outcome in outcomes for at, source in outcome.sharing.items()},
         request.start,
+        observers=tuple([outcome.observer for outcome in outcomes]),
     )
 
 

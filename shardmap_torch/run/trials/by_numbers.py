@@ -32,6 +32,7 @@ from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import FakeTensor, forward_level
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.record.recorder import ProgramRecorder
 from shardmap_torch.run.trials.comparison import Comparison, RefutedError
 from shardmap_torch.run.trials.draws import Like
 from shardmap_torch.run.trials.runs import COUNTS, MAX_RANKS, Program, scales
@@ -336,7 +337,7 @@ def _program(call: Call, likes: Likes, sizes: Mapping[str, int]) -> Program:
         [leaves[at]] = stand_ins((ShapeDtype(tuple(like.shape), like.dtype, like.grad),))
     there = replace(call, mesh=mesh, leaves=leaves, out_matches=Memo())
     try:
-        verdict = attempt(there, NONE, "local")
+        verdict = attempt(there, NONE, "local", observe=ProgramRecorder)
     except Exception as error:  # the user's code may raise anything
         raise _UncheckedError from error
     return Program(there, verdict, likes)

@@ -1,9 +1,9 @@
 """Compares what ranks compute from random numbers with what one device computes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count, zip_longest
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -28,9 +28,10 @@ from shardmap_torch.run.trials.draws import (
     Draw,
     Style,
 )
-from shardmap_torch.run.trials.operators import ASK_FINITE, CLASS_LOSSES
+from shardmap_torch.run.trials.operators import ASK_FINITE
 from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
-from shardmap_torch.run.trials.watch import Seen, UntriedError, Watched
+from shardmap_torch.run.trials.seen import Seen
+from shardmap_torch.run.trials.watch import UntriedError, Watched
 
 
 class RefutedError(Exception):
@@ -61,7 +62,6 @@ So does a loss of logits of 1e5, whose gradient is a difference.
 _PROBES: Final = 16
 """Maximal number of limits of an integer argument that are looked at."""
 
-Steps = Sequence[tuple[Any, ...]]
 Limits = Mapping[int, frozenset[int]]
 
 
@@ -84,11 +84,9 @@ class Comparison:
     zero: set[str] = field(default_factory=set)
     _seen: tuple[Seen, Seen] = field(default_factory=lambda: (Seen(), Seen()))
     _excused: Seen = field(default_factory=Seen)
-    _steps: tuple[Steps, Steps] = ((), ())
     _ties: bool = False
     _uneven: int = 0
     _summarizes: bool = False
-    _asks_finite: bool = False
     _unknown: UntriedError | None = None
     _lost: set[str] = field(default_factory=set)
     _untold: set[str] = field(default_factory=set)
@@ -113,7 +111,6 @@ class Comparison:
         dependence = Dependence(self.one, blocks, self.ranks.result_blocks)
         self._meet_all(base, dependence)
         self._require_decided(dependence)
-        self._require_same_steps(replace(base, positive=frozenset(), closures={}))
 
     def _meet_all(self, base: Draw, dependence: Dependence) -> None:
         # Each choice has closures of its own, the same for ranks and for one device.
@@ -129,10 +126,11 @@ class Comparison:
         for number, style in enumerate(TIED if self._ties else ()):
             if number < _TIES or self._seen[0].lacks_ties or 0 < self._uneven < _UNEVEN:
                 self._try(replace(next(draws), style=style), partly=True)
-        in_pieces = self._asks_finite or any(seen.true or seen.false for seen in self._seen)
+        asks_finite = not ASK_FINITE.isdisjoint(self.one.operators | self.ranks.operators)
+        in_pieces = asks_finite or any(seen.true or seen.false for seen in self._seen)
         are_several = sum(is_real(like.dtype) for like in self.one.likes.values()) > 1
         special = APART * are_several + ODD * in_pieces
-        special += UNDEFINED * self._asks_finite + LEVELLED * self._summarizes
+        special += UNDEFINED * asks_finite + LEVELLED * self._summarizes
         for style in special:
             self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)
@@ -158,7 +156,7 @@ class Comparison:
         return one.missing(self._excused), ranks.missing(self._excused) or unmixed
 
     def _is_discrete(self, draw: Draw) -> bool:
-        drawn = [*draw.values(self.one.likes, True).values(), *draw.closures.values()]
+        drawn = [*draw.values(self.one.likes).values(), *draw.closures.values()]
         return not all(map(is_smooth, drawn))
 
     def _limits_of_ranks(self) -> Limits:
@@ -214,7 +212,7 @@ class Comparison:
     @property
     def averages(self) -> bool:
         """True if losses have targets, none of which was ignored in the trials."""
-        return any(name in CLASS_LOSSES for name, *_ in self._steps[0])
+        return bool(self.one.class_losses)
 
     def report(self, over: str, call: Call) -> str:
         """Formats what was found for a call, over these axes."""
@@ -259,14 +257,11 @@ class Comparison:
             raise RefutedError(f"on the ranks it fails: {_described(error)}") from error
         lost = self._require_equal(values, expected, draw)
         self.num_trials += 1
-        self._steps = one.steps, ranks.steps
         self._ties |= one.ties or ranks.ties
         self._uneven += one.seen.has_ties
         self._summarizes |= one.summarizes or ranks.summarizes
-        self._asks_finite |= any(name in ASK_FINITE for name, *_ in (*one.steps, *ranks.steps))
         self._unknown = self._unknown or one.unknown or ranks.unknown
-        fixed = _fixed_results(expected, one)
-        self.zero -= {name for name, x in expected.items() if name in fixed or _size(x) > ZERO}
+        self.zero -= {n for n, x in expected.items() if n in one.fixed or _size(x) > ZERO}
         told = expected.keys() - self.zero
         if (
             not lost
@@ -316,8 +311,7 @@ class Comparison:
             raise self._unknown
         if self.num_trials < len(PLAIN):
             raise UntriedError("results are infinite or not a number for random inputs")
-        one, ranks = map(_losses, self._steps)
-        if one != ranks:
+        if self.one.class_losses != self.ranks.class_losses:
             raise UntriedError("losses whose targets may be ignored are others on one device")
         for missing, where in zip(self._missing(), ("on one device", "on the ranks"), strict=True):
             if missing is not None:
@@ -330,21 +324,10 @@ class Comparison:
         if dependence.unseen:
             raise UntriedError(dependence.explain())
 
-    def _require_same_steps(self, draw: Draw) -> None:
-        """Requires that the body does the same with the dtypes of the call."""
-        for program, steps in zip((self.one, self.ranks), self._steps, strict=True):
-            _, own = _run(program, draw, wide=False)
-            for mine, other in zip_longest(own.steps, steps):
-                if mine != other:
-                    raise UntriedError(
-                        f"with the dtypes of its arguments it does {_step(mine)}, and with numbers "
-                        f"of 64 bits {_step(other)}"
-                    )
 
-
-def _run(program: Program, draw: Draw, wide: bool = True) -> tuple[Values, Watched]:
+def _run(program: Program, draw: Draw) -> tuple[Values, Watched]:
     try:
-        return program.run(draw, wide)
+        return program.run(draw)
     except Exception as error:  # the user's code may raise anything
         raise _failure(program, error) from error
 
@@ -356,23 +339,6 @@ def _failure(program: Program, error: Exception) -> UntriedError:
 def _described(error: Exception) -> str:
     site = error_site(error)
     return f"{type(error).__name__}: {error}" + (f", at {site}" if site is not None else "")
-
-
-def _losses(steps: Steps) -> set[tuple[Any, ...]]:
-    return {step for step in steps if step[0] in CLASS_LOSSES}
-
-
-def _step(step: tuple[Any, ...] | None) -> str:
-    if step is None:
-        return "no more"
-    name, *literals = step
-    told = [show(literal) for literal in literals if literal is not None]
-    return f"{name}({', '.join(told)})"
-
-
-def _fixed_results(values: Values, watched: Watched) -> set[str]:
-    tensors = [name for name, x in values.items() if isinstance(x, Tensor)]
-    return {name for name, fixed in zip(tensors, watched.fixed, strict=False) if fixed}
 
 
 def _is_defined(values: Values) -> bool:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.functorch import is_smooth
-from shardmap_torch.errors import CollectiveError
+from shardmap_torch.record.evaluation import Evaluation
 from shardmap_torch.run.trials.draws import Draw
 from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
+from shardmap_torch.run.trials.watch import Unwatched
 
 OF_ENTRY: Final = 1e-9
 OF_LARGEST: Final = 1e-11
@@ -83,30 +84,26 @@ class Dependence:
             lost: the results and gradients that are lost in rounding for these.
         """
         self._lost = lost
-        inputs = draw.values(self.one.likes, True)
-        inputs = {at: x.detach().requires_grad_(is_smooth(x)) for at, x in inputs.items()}
-        try:
-            found = self.one.results(inputs, draw)
-        except CollectiveError:  # a call of torch.distributed, through which no gradient flows
-            if any(like.grad for like in self.one.likes.values()):
-                raise
-            inputs = {at: x.detach() for at, x in inputs.items()}
-            found = self.one.results(inputs, draw)
-        results = {name: y for name, y in found.items() if _is_compared(y)}
-        covered = self._differentiate(inputs, results, draw)
-        plain = {name: y.detach() for name, y in results.items()}
+        inputs = draw.values(self.one.likes)
+        evaluation, results = self._evaluate(inputs, draw)
+        covered = self._differentiate(inputs, evaluation, results, draw)
         blocks = [(at, number) for at, x in inputs.items() for number, _ in self._blocks(at, x)]
         todo = [
             each
             for each in blocks
             if any(
                 (*each, name, number) not in covered
-                for name, y in plain.items()
+                for name, y in results.items()
                 for number, _ in self._result_blocks(name, y)
             )
         ]
         for group in _grouped(todo):
-            self._change(group, inputs, plain, draw)
+            self._change(group, inputs, results, draw)
+
+    def _evaluate(self, inputs: Mapping[int, Tensor], draw: Draw) -> tuple[Evaluation, Values]:
+        evaluation = self.one.evaluation(inputs, Unwatched(draw, self.one.steady))
+        found = self.one.results(evaluation)
+        return evaluation, {name: y for name, y in found.items() if _is_compared(y)}
 
     def _blocks(self, at: int, x: Tensor) -> Iterator[tuple[int, Block]]:
         return enumerate(_slices(x.shape, self.blocks[at]))
@@ -118,29 +115,27 @@ class Dependence:
         return self.one.call.match.paths[at]
 
     def _differentiate(
-        self, inputs: Mapping[int, Tensor], results: Values, draw: Draw
+        self, inputs: Mapping[int, Tensor], evaluation: Evaluation, results: Values, draw: Draw
     ) -> set[tuple[int, int, str, int]]:
         """Pulls a random cotangent of each block back; returns the pairs that depend."""
-        leaves = {at: x for at, x in inputs.items() if x.requires_grad}
         covered: set[tuple[int, int, str, int]] = set()
-        totals = {at: torch.zeros_like(x) for at, x in leaves.items()}
+        totals = {at: torch.zeros_like(x) for at, x in inputs.items()}
         pulled: list[tuple[str, int, dict[int, Tensor]]] = []
+        seeded = self.one.record.seeds.keys() & results.keys()
+        zeros = {name: torch.zeros_like(results[name]) for name in seeded}
         for position, (name, y) in enumerate(results.items()):
-            if not leaves or not (is_smooth(y) and y.requires_grad):
+            if name not in seeded:
                 continue
             cotangent = draw.cotangent(position, y)
             for number, block in self._result_blocks(name, y):
                 masked = torch.zeros_like(cotangent)
                 masked[block] = cotangent[block]
-                grads = torch.autograd.grad(
-                    [y], [*leaves.values()], [masked], retain_graph=True, allow_unused=True
-                )
-                found = {at: g for at, g in zip(leaves, grads, strict=True) if g is not None}
+                found = self.one.gradients(evaluation, {**zeros, name: masked})
                 for at, g in found.items():
                     totals[at] += g
                 pulled.append((name, number, found))
         for name, number, found in pulled:
-            y = results[name].detach()
+            y = results[name]
             part = y[dict(self._result_blocks(name, y))[number]]
             floor = _MARGIN * OF_ENTRY * float(y.abs().max()) * part.numel() ** 0.5
             for at, g in found.items():
@@ -149,7 +144,7 @@ class Dependence:
                     if not bool((g[block] != 0).any()):
                         continue
                     covered.add((at, other, name, number))
-                    moved = float((g[block] * inputs[at].detach()[block]).abs().max())
+                    moved = float((g[block] * inputs[at][block]).abs().max())
                     self._note((name, number, self._path(at), other), draw, moved > floor)
                     if self.one.likes[at].grad:
                         seen = bool((g[block].abs() > allowed[block]).any())
@@ -165,22 +160,18 @@ class Dependence:
         draw: Draw,
     ) -> None:
         """Draws blocks of inputs again, and looks which blocks of results change."""
-        others = draw.another().values(self.one.likes, True)
-        changed = {at: x.detach().clone() for at, x in inputs.items()}
+        others = draw.another().values(self.one.likes)
+        changed = {at: x.clone() for at, x in inputs.items()}
         for at, number in group:
             block = dict(self._blocks(at, inputs[at]))[number]
-            changed[at][block] = others[at].detach()[block]
-        for at, x in changed.items():  # as what was checked, whose checkpoints save nothing without
-            x.requires_grad_(inputs[at].requires_grad)
+            changed[at][block] = others[at][block]
         try:
-            found = self.one.results(changed, draw)
+            _, found = self._evaluate(changed, draw)
         except Exception:  # these numbers are out of the program's domain
             return
         label = " and ".join(dict.fromkeys(self._path(at) for at, _ in group))
         for name, y in results.items():
-            if not _is_compared(found[name]) or found[name].shape != y.shape:
-                continue
-            apart = _apart(found[name].detach(), y)
+            apart = _apart(found[name], y)
             if not bool(apart.isfinite().all()):
                 continue
             size = float(y.abs().max()) if is_smooth(y) and y.numel() else 0.0

@@ -171,20 +171,15 @@ class Draw:
     limits: Mapping[int, frozenset[int]] = field(default_factory=dict)
     closures: dict[Any, Tensor] = field(default_factory=dict)
 
-    def values(self, likes: Mapping[int, Like], wide: bool) -> dict[int, Tensor]:
-        """Draws the arguments by position."""
+    def values(self, likes: Mapping[int, Like]) -> dict[int, Tensor]:
+        """Draws the arguments by position, in wide dtypes."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn = {at: self._draw(at, like, generator) for at, like in likes.items()}
         if self.style.decades:
             drawn = self._apart(drawn)
         if self.style.jitter:
             drawn = {at: self._jittered(x, generator) for at, x in drawn.items()}
-        return {
-            at: x.to(likes[at].device, x.dtype if wide else likes[at].dtype).requires_grad_(
-                likes[at].grad
-            )
-            for at, x in drawn.items()
-        }
+        return {at: x.to(likes[at].device) for at, x in drawn.items()}
 
     def _apart(self, drawn: dict[int, Tensor]) -> dict[int, Tensor]:
         smooth, by = [at for at, x in drawn.items() if is_smooth(x)], self.style.decades
@@ -207,7 +202,7 @@ class Draw:
         generator = torch.Generator().manual_seed(self.seed + 7919 * (position + 1))
         return torch.randn(y.shape, dtype=widened(y.dtype), generator=generator).to(y)
 
-    def closure(self, key: Any, x: Tensor, wide: bool) -> Tensor:
+    def closure(self, key: Any, x: Tensor) -> Tensor:
         """Draws what stands for a tensor that the body closes over.
 
         Integers stay in the range of those that it has, as they may be indices.
@@ -219,8 +214,7 @@ class Draw:
             else:
                 like = Like(x.shape, x.dtype, x.device, False)
                 self.closures[key] = self._draw(-1, like, generator).to(x.device)
-        drawn = self.closures[key]
-        return drawn if wide else drawn.to(x.dtype)
+        return self.closures[key]
 
     def _draw(self, at: int, like: Like, generator: torch.Generator) -> Tensor:
         dtype, style = widened(like.dtype), self.style

@@ -21,8 +21,8 @@ def _names(text: str) -> frozenset[str]:
 
 MADE: Final = _names(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty "
-    "new_empty_strided isnan isinf isfinite isposinf isneginf lift_fresh is_same_size "
-    "_has_same_storage_numel _new_zeros_with_same_feature_meta"
+    "new_empty_strided isnan isinf isfinite isposinf isneginf lift_fresh lift_fresh_copy "
+    "is_same_size _has_same_storage_numel _new_zeros_with_same_feature_meta"
 )
 """Those whose results do not depend on the entries of operands, as long as these are finite."""
 

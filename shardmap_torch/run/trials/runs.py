@@ -1,23 +1,28 @@
 """Runs a checked call with random numbers on simulated ranks, also at smaller sizes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shardmap_torch.boundary.call import Call
-from shardmap_torch.checker.guards.monitor import CheckedStep, Difference, RunMonitor, copied
+from shardmap_torch.boundary.shards import global_of
 from shardmap_torch.checker.verify.verdict import Verdict
-from shardmap_torch.core.functorch import is_smooth
-from shardmap_torch.core.tree import flatten
+from shardmap_torch.core.caching import lazy
+from shardmap_torch.core.torch_private.engine import OpOverload
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.run import threads
-from shardmap_torch.run.trials.draws import Draw, Like, widened
-from shardmap_torch.run.trials.watch import Seen, UntriedError, Unwatched, Watched
+from shardmap_torch.record.evaluation import Evaluation
+from shardmap_torch.record.program import Record
+from shardmap_torch.run.threads import close
+from shardmap_torch.run.trials.draws import Draw, Like
+from shardmap_torch.run.trials.operators import CLASS_LOSSES, name_of
+from shardmap_torch.run.trials.seen import Seen
+from shardmap_torch.run.trials.watch import UntriedError, Unwatched, Watched
+from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
 
 GRADIENT: Final = "the gradient of "
@@ -71,10 +76,37 @@ class Program:
             counts[dim] = torch.Size([self.call.mesh.shape[axis] for axis in axes]).numel()
         return tuple(counts.get(dim, 1) for dim in range(max(counts, default=-1) + 1))
 
-    def run(
-        self, draw: Draw, wide: bool = True, seen: Seen | None = None
-    ) -> tuple[Values, Watched]:
-        """Computes results and gradients, in the dtypes of the call or in wide ones.
+    @lazy
+    def record(self) -> Record:
+        """What the call does.
+
+        Raises:
+            UntriedError: it cannot be evaluated.
+        """
+        if len(self.verdict.observers) > 1:
+            raise UntriedError("the body branches on numbers that it takes from tensors")
+        record: Record = self.verdict.observers[0].record
+        if record.lacks:
+            raise UntriedError(record.lacks)
+        return record
+
+    @lazy
+    def operators(self) -> frozenset[str]:
+        """The names of all operators."""
+        steps = (*self.record.steps, *self.record.backward)
+        return frozenset(name_of(each.run) for each in steps if isinstance(each.run, OpOverload))
+
+    @lazy
+    def class_losses(self) -> set[tuple[str, str]]:
+        """The losses whose targets are classes, with what they are called with beside tensors."""
+        return {
+            (name_of(each.run), str([x for x in each.arguments.values() if _is_literal(x)]))
+            for each in self.record.steps
+            if isinstance(each.run, OpOverload) and name_of(each.run) in CLASS_LOSSES
+        }
+
+    def run(self, draw: Draw, seen: Seen | None = None) -> tuple[Values, Watched]:
+        """Computes results and gradients, in wide dtypes.
 
         Notes conditions in `seen`, also those before a failure.
 
@@ -82,60 +114,77 @@ class Program:
             UntriedError: random numbers cannot decide about the body.
         """
         seen = Seen() if seen is None else seen
-        watched = Watched(
-            *(tuple(self.likes), draw, wide, seen),
-            parts=self.parts,
-            steady=self.steady,
-            is_whole=self.is_whole,
-        )
-        inputs = draw.values(self.likes, wide)
-        results = self._results(watched, inputs, wide)
+        own = tuple(self.call.crossing), self.parts, self.is_whole, seen
+        watched = Watched(draw, self.steady, *own)
+        evaluation = self.evaluation(draw.values(self.likes), watched)
         watched.compare_ranks()
-        return self._with_gradients(results, inputs, draw), watched
-
-    def results(self, inputs: Mapping[int, Tensor], draw: Draw) -> Values:
-        """Computes results alone, with their graphs, in wide dtypes."""
-        results = self._results(Unwatched(draw, self.steady), inputs, wide=True)
-        return dict(zip(self.verdict.result.match.paths, results, strict=True))
-
-    def _results(
-        self, watched: Watched | Unwatched, inputs: Mapping[int, Tensor], wide: bool
-    ) -> list[Any]:
-        start = copied(self.verdict.start, _widened) if wide else self.verdict.start
-        call = replace(self.call, leaves=self._leaves(inputs))
-        monitor = partial(RunMonitor, end=_stop)
-        applied = replace(self.verdict, start=start).apply(call, _stop, monitor)
-        body = watched.body(applied.function)
-        applied = replace(applied, function=body, separate=watched.backward)
-        return flatten(threads.run(applied))[0]
-
-    def _leaves(self, inputs: Mapping[int, Tensor]) -> list[Any]:
-        return [inputs.get(at, leaf) for at, leaf in enumerate(self.call.leaves)]
-
-    def _with_gradients(
-        self, results: Sequence[Any], inputs: Mapping[int, Tensor], draw: Draw
-    ) -> Values:
-        values: Values = dict(zip(self.verdict.result.match.paths, results, strict=True))
-        leaves = {at: x for at, x in inputs.items() if x.requires_grad}
-        smooth = [(at, y) for at, y in enumerate(results) if is_smooth(y) and y.requires_grad]
-        pairs = [(y, draw.cotangent(at, y)) for at, y in smooth]
-        gradients: Sequence[Tensor | None] = [None] * len(leaves)
-        if leaves and pairs:
-            ys, cotangents = zip(*pairs, strict=True)
-            gradients = torch.autograd.grad(ys, [*leaves.values()], cotangents, allow_unused=True)
+        results = self.results(evaluation)
+        watched.fixed = {
+            path
+            for path, xs in evaluation.results.items()
+            if isinstance(results[path], Tensor) and watched.origins.is_fixed(xs[0])
+        }
+        cotangents = {
+            path: draw.cotangent(at, y)
+            for at, (path, y) in enumerate(results.items())
+            if path in self.record.seeds
+        }
+        gradients = self.gradients(evaluation, cotangents) if cotangents else {}
         paths = self.call.match.paths
-        named = {GRADIENT + paths[at]: g for at, g in zip(leaves, gradients, strict=True)}
-        both = (values | named).items()
-        return {name: x.detach() if isinstance(x, Tensor) else x for name, x in both}
+        for at, like in self.likes.items():
+            if like.grad:
+                results[GRADIENT + paths[at]] = gradients.get(at)
+        return results, watched
+
+    def evaluation(self, inputs: Mapping[int, Tensor], computer: Unwatched) -> Evaluation:
+        """Evaluates the forward on global inputs."""
+        call, match = self.call, self.verdict.match
+        specs = [match.spec(at) for at in call.crossing]
+        return Evaluation(
+            self.record, call.mesh, computer, specs, [inputs[at] for at in call.crossing]
+        )
+
+    def results(self, evaluation: Evaluation) -> Values:
+        """Joins the results of all ranks."""
+        match = self.verdict.result.match
+        crossing = {match.paths[at]: match.spec(at) for at in match.crossing}
+        return {
+            path: self._joined(path, crossing[path], value) if path in crossing else value
+            for path, value in evaluation.results.items()
+        }
+
+    def gradients(
+        self, evaluation: Evaluation, cotangents: Mapping[str, Tensor]
+    ) -> dict[int, Tensor]:
+        """Pulls cotangents of results back; joins the gradients of the ranks, by position."""
+        result, match, mesh = self.verdict.result.match, self.verdict.match, self.call.mesh
+        specs = {result.paths[at]: result.spec(at) for at in result.crossing}
+        pulled = zip(self.call.crossing, evaluation.pull_back(cotangents, specs), strict=True)
+        # Along axes that no dim mentions each rank has all of it.
+        return {
+            at: global_of(xs, P(*match.spec(at).entries), mesh)
+            for at, xs in pulled
+            if xs is not None
+        }
+
+    def _joined(self, path: str, spec: P, xs: Sequence[Tensor]) -> Tensor:
+        """Joins a result.
+
+        Raises:
+            ShardTypeError: it is not equal on all ranks, as its spec promises.
+        """
+        mesh = self.call.mesh
+        for axis in self.call.mapped:
+            if axis in spec.mentioned or axis in spec.partial:
+                continue
+            for rank, x in enumerate(xs):
+                if not close(xs[mesh.rank_at({**mesh.coordinates(rank), axis: 0})], x):
+                    raise ShardTypeError(unequal(path, spec, axis))
+        return global_of(xs, spec, mesh)
 
 
-def _stop(difference: Difference) -> NoReturn:
-    raise UntriedError(f"its steps are others:\n{difference}")
-
-
-def _widened(step: CheckedStep) -> CheckedStep:
-    """Returns the same step on wide numbers."""
-    return replace(step, dtype=None if step.dtype is None else widened(step.dtype))
+def _is_literal(value: object) -> bool:
+    return isinstance(value, bool | int | float | str)
 
 
 MAX_RANKS: Final = 64

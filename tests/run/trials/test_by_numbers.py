@@ -261,11 +261,6 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
     "a cast": (lambda x: x.long().float(), "a cast makes torch.int64 of torch.float64"),
     "a cast to booleans": (lambda x: x * (x.detach() + 1.5).bool(), NEVER.format("ne", "true")),
     "random numbers": (functional.dropout, "bernoulli draws random numbers"),
-    "a dtype": (lambda x: x * (3 if x.dtype == torch.float32 else 1), "it does mul(3), and with"),
-    "a literal of a dtype": (
-        lambda x: x * torch.tensor(3.0 if x.dtype == torch.float32 else 1.0),
-        "it does lift_fresh((3.0,)), and with",
-    ),
 }
 
 
@@ -279,7 +274,20 @@ def test_what_random_numbers_do_not_see_is_refused_at_its_line(what: str) -> Non
     assert text in str(caught.value)
 
 
-def test_a_program_that_torch_fails_to_differentiate_is_not_tried() -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x * (3 if x.dtype == torch.float32 else 1),
+        lambda x: x * torch.tensor(3.0 if x.dtype == torch.float32 else 1.0),
+    ],
+)
+def test_what_a_body_does_with_the_dtype_of_its_arguments_is_tried(change: Change) -> None:
+    check_program(around(change), X.double(), W.double())
+    with pytest.raises(ShardTypeError, match="it is another program than on one device"):
+        check_program(around(change), X, W)
+
+
+def test_gradients_that_a_body_takes_through_chosen_places_are_tried() -> None:
     def body(x: Tensor, w: Tensor) -> Tensor:
         def loss(w: Tensor) -> Tensor:
             y = torch.searchsorted(x.sort(-1)[0], x).to(w.dtype)
@@ -288,8 +296,21 @@ def test_a_program_that_torch_fails_to_differentiate_is_not_tried() -> None:
         g = all_reduce(torch.func.grad(loss)(w), "cp", dst=I)
         return torch._foreach_mul([g, g], g.norm())[0]
 
-    with pytest.raises(ShardTypeError, match="over 'cp': it fails with 'inconsistent range"):
-        mapped(body)(X, W)
+    alone = make_mesh((1,), ("cp",), kind="simulated")
+    torch.testing.assert_close(mapped(body)(X, W), mapped(body, mesh=alone)(X, W))
+
+
+def test_tensors_outside_that_share_memory_are_drawn_one_by_one() -> None:
+    """They are another program where one is taken for the other."""
+    table = torch.randn(4, 4)
+    turned = table.T
+
+    def body(x: Tensor, w: Tensor, is_wrong: bool) -> Tensor:
+        return gathered(x, w @ table) * (turned if is_wrong and axis_size("cp") > 1 else table)[0]
+
+    check_program(mapped(body, in_specs=(P("cp"), P(), None)), X, W, False)
+    with pytest.raises(ShardTypeError, match="it is another program than on one device"):
+        check_program(mapped(body, in_specs=(P("cp"), P(), None)), X, W, True)
 
 
 @pytest.mark.parametrize(
