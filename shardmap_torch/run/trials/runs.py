@@ -83,12 +83,12 @@ class Program:
         Raises:
             UntriedError: it cannot be evaluated.
         """
-        if len(self.verdict.observers) > 1:
-            raise UntriedError("the body branches on numbers that it takes from tensors")
-        record: Record = self.verdict.observers[0].record
-        if record.lacks:
-            raise UntriedError(record.lacks)
-        return record
+        # None of a path on which the body raises.
+        records: list[Record] = [each.record for each in self.verdict.observers if each]
+        lacking = [each.lacks for each in records if each.lacks]
+        if lacking or len(self.verdict.observers) > 1:
+            raise UntriedError(lacking[0] if lacking else "it takes several ways")
+        return records[0]
 
     @lazy
     def operators(self) -> frozenset[str]:

@@ -256,7 +256,7 @@ UNSEEN: Final[dict[str, tuple[Change, str]]] = {
     "a gradient's threshold": (Halved.apply, NEVER.format("gt", "true")),
     "a branch": (
         lambda x: x * 2 if all_reduce(x.sum(), "cp", dst=I).item() > 1e9 else x,
-        "_local_scalar_dense may have pieces that random inputs do not reach, at test_by",
+        "item may have pieces that random inputs do not reach, at test_by",
     ),
     "a cast": (lambda x: x.long().float(), "a cast makes torch.int64 of torch.float64"),
     "a cast to booleans": (lambda x: x * (x.detach() + 1.5).bool(), NEVER.format("ne", "true")),
