@@ -23,8 +23,8 @@ Ranks: TypeAlias = list[Tensor]
 class Computer(Protocol):
     """What computes the steps of an evaluation, and is told where values come from."""
 
-    def call(self, step: Step, arguments: dict[str, Any], rank: int) -> Any:
-        """Returns what an operator makes on one rank."""
+    def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> Sequence[Any]:
+        """Returns what an operator makes on each rank of these arguments."""
 
     def closure(self, real: Tensor, site: Site | None) -> Tensor:
         """Returns what stands for a tensor that the body closes over."""
@@ -99,20 +99,21 @@ class Evaluation:
         """Returns the results of a step, by rank."""
         mesh, run, given = self._mesh, step.run, step.arguments
         if isinstance(run, OpOverload):
-            return [self._call(run, step, rank) for rank in range(mesh.size)]
+            by_rank = [
+                {name: self._of(value, rank) for name, value in given.items()}
+                for rank in range(mesh.size)
+            ]
+            found = self._computer.compute(step, by_rank)
+            return [made_by(run, a, out) for a, out in zip(by_rank, found, strict=True)]
         if isinstance(run, Index):
             places = (mesh.coordinates(rank) for rank in range(mesh.size))
-            found, operands = [torch.tensor(mesh.index(run.axes, place)) for place in places], []
+            moved, operands = [torch.tensor(mesh.index(run.axes, place)) for place in places], []
         else:
             operands = self._values[given["x"]]
-            found = move(mesh, run, operands)
+            moved = move(mesh, run, operands)
         adds = isinstance(run, Move) and MOVEMENTS[run.name].adds
-        self._computer.note_moved(found, operands, adds)
-        return [(x,) for x in found]
-
-    def _call(self, op: OpOverload, step: Step, rank: int) -> Sequence[Tensor]:
-        arguments = {name: self._of(value, rank) for name, value in step.arguments.items()}
-        return made_by(op, arguments, self._computer.call(step, arguments, rank))
+        self._computer.note_moved(moved, operands, adds)
+        return [(x,) for x in moved]
 
     def _of(self, value: Any, rank: int) -> Any:
         if isinstance(value, Slot):

@@ -52,6 +52,7 @@ class Step:
         site: the user's line.
         is_derived: whether autograd runs it, in a formula of its own.
         function: the function of torch in which the body calls it.
+        in_region: whether it is of a `local_region`.
     """
 
     run: OpOverload | Move | Index
@@ -60,6 +61,7 @@ class Step:
     site: Site | None
     is_derived: bool
     function: Any
+    in_region: bool
 
 
 @dataclass

@@ -34,7 +34,7 @@ class ProgramRecorder(Observer):
         super().__init__()
         self.record = Record()
         self._interpreter = interpreter
-        self._steps, self._numbers = self.record.steps, count()
+        self._steps, self._numbers, self._regions = self.record.steps, count(), 0
         self._slots: TensorMap[Slot] = TensorMap()
 
     def end(self) -> None:
@@ -79,6 +79,12 @@ class ProgramRecorder(Observer):
     def on_step(self, *step: Any) -> None:
         """Leaves out steps that no rank computes, as the start of a backward."""
 
+    def on_region_start(self, *region: Any) -> None:
+        self._regions += 1
+
+    def on_region_end(self, *region: Any) -> None:
+        self._regions -= 1
+
     def on_return(self, results: Mapping[str, Any]) -> None:
         self.record.results = {path: self._read(value) for path, value in results.items()}
 
@@ -99,10 +105,8 @@ class ProgramRecorder(Observer):
         given = {name: self._read(value) for name, value in arguments.items()}
         results = tuple(map(self._new, made))
         is_derived = running_backward() != NONE and is_called_by(_DERIVATIVES)
-        step = Step(
-            run, numbers or given, results, call_site(), is_derived, self._interpreter.function
-        )
-        self._steps.append(step)
+        how = is_derived, self._interpreter.function, self._regions > 0
+        self._steps.append(Step(run, numbers or given, results, call_site(), *how))
 
     def _lack(self, why: str) -> None:
         self.record.lacks = self.record.lacks or why

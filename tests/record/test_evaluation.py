@@ -1,6 +1,6 @@
 """A record evaluated on numbers computes what its body computes, results and gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -78,9 +78,9 @@ BODIES: Final = (ring, written, closed, moved, extreme, own_gradient)
 class Plain:
     """Computes operators as they are."""
 
-    def call(self, step: Step, arguments: dict[str, Any], rank: int) -> Any:
+    def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> list[Any]:
         run: Any = step.run
-        return run(**arguments)
+        return [run(**each) for each in arguments]
 
     def closure(self, real: Tensor, site: object) -> Tensor:
         return real

@@ -19,6 +19,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import show_shape
+from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType
 
 CLOSED_OVER: Final = "a closed-over"
@@ -249,6 +250,8 @@ class Traits:
             their values from others where processes compare them.
         asks: axes along which it asks a group of torch.distributed for its rank or size.
         promises: the regions whose promises are to be tried, with the axes that their types name.
+        drawn: how draws outside of regions are sharded, where layouts prove it, with their operator
+            and line; None for one of which that is not known.
     """
 
     rank_only: str | None = None
@@ -259,6 +262,7 @@ class Traits:
     closed_over: set[tuple[int, str]] = field(default_factory=set)
     asks: frozenset[str] = frozenset()
     promises: frozenset[tuple[str, frozenset[str]]] = frozenset()
+    drawn: tuple[tuple[Any, Site | None, P | None], ...] = ()
 
     @staticmethod
     def of_all(paths: "Sequence[Traits]") -> "Traits":
@@ -273,6 +277,7 @@ class Traits:
             set().union(*[each.closed_over for each in paths]),
             frozenset[str]().union(*(each.asks for each in paths)),
             frozenset[tuple[str, frozenset[str]]]().union(*(each.promises for each in paths)),
+            paths[0].drawn if len(paths) == 1 else (),
         )
 
 

@@ -33,7 +33,7 @@ from shardmap_torch.checker.ir.observer import (
     Observer,
     made_by,
 )
-from shardmap_torch.checker.rules.infer import named_tensors
+from shardmap_torch.checker.rules.infer import draws, may_draw, named_tensors
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, shown
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ShardedTensor, UnrelatedError, fitted
@@ -49,7 +49,7 @@ from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import grad_mode, running_backward
 from shardmap_torch.core.functorch import dims_of
-from shardmap_torch.core.source_location import definition_of
+from shardmap_torch.core.source_location import call_site, definition_of
 from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
 from shardmap_torch.errors import ShardTypeError, show_shape
 from shardmap_torch.spec import P
@@ -297,7 +297,10 @@ class Relation(Observer):
         if self.is_ignored:
             return
         try:
-            self._compare(op, arguments, made_by(op, arguments, out), key)
+            made = made_by(op, arguments, out)
+            self._compare(op, arguments, made, key)
+            if may_draw(op) and draws(op, arguments):
+                self._interpreter.traits.drawn += ((op, call_site(), self.spec_of(made[0])),)
         except (UnrelatedError, PartedError) as error:
             what = messages.friendly(op)
             raise self._refusal(error, what, named_tensors(arguments), True) from None

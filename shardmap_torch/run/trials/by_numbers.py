@@ -35,6 +35,7 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.record.recorder import ProgramRecorder
 from shardmap_torch.run.trials.comparison import Comparison, RefutedError
 from shardmap_torch.run.trials.draws import Like
+from shardmap_torch.run.trials.noise import Drawn
 from shardmap_torch.run.trials.runs import COUNTS, MAX_RANKS, Program, scales
 from shardmap_torch.run.trials.watch import UntriedError
 
@@ -159,7 +160,7 @@ def keep_promises(call: Call, strictness: Strictness, proven: Verdict) -> Verdic
     lines = list(dict.fromkeys(lines))[:_SHOWN]
     try:
         others = frozenset(call.mesh.axis_names) - compared
-        comparison = _compare(call, proven, others, axes, typed, steady=True)
+        comparison = _compare(call, proven, others, axes, typed, proven.traits.drawn)
     except RefutedError as refuted:
         raise ShardTypeError(_BROKEN.format(call.name, over, refuted, "\n".join(lines))) from None
     except _UncheckedError as error:
@@ -224,11 +225,11 @@ def _well_typed(call: Call) -> Verdict | None:
 
 
 def _compare(
-    call: Call, proven: Verdict, others: Axes, axes: Axes, typed: Verdict, steady: bool = False
+    call: Call, proven: Verdict, others: Axes, axes: Axes, typed: Verdict, drawn: Drawn = ()
 ) -> Comparison:
     """Tries the program with ranks along `axes`, and along `others`, which are not compared.
 
-    What draws random numbers has been proven if these are `steady`.
+    What it draws has been proven to be sharded as `drawn` says.
 
     Raises:
         RefutedError: it does not compute what it does where `axes` have one rank.
@@ -241,7 +242,8 @@ def _compare(
         with state.entered():
             ranks, one = _small_enough(call, likes, others, axes, typed, counts)
             _require_same_casts(proven, ranks.verdict, axes)
-            comparison = Comparison(replace(ranks, steady=steady), replace(one, steady=steady))
+            known = () if others else drawn  # of axes that are not compared layouts say nothing
+            comparison = Comparison(replace(ranks, drawn=known), replace(one, drawn=known))
             try:
                 comparison.run()
             except RefutedError as refuted:

@@ -255,6 +255,8 @@ class Comparison:
             values, ranks = self.ranks.run(draw)
         except Exception as error:  # the user's code may raise anything
             raise RefutedError(f"on the ranks it fails: {_described(error)}") from error
+        if one.noise.drawn != ranks.noise.drawn:
+            raise UntriedError("it draws other random numbers on one device")
         lost = self._require_equal(values, expected, draw)
         self.num_trials += 1
         self._ties |= one.ties or ranks.ties

@@ -101,7 +101,7 @@ class Dependence:
             self._change(group, inputs, results, draw)
 
     def _evaluate(self, inputs: Mapping[int, Tensor], draw: Draw) -> tuple[Evaluation, Values]:
-        evaluation = self.one.evaluation(inputs, Unwatched(draw, self.one.steady))
+        evaluation = self.one.evaluation(inputs, Unwatched(draw, self.one.noise(draw)))
         found = self.one.results(evaluation)
         return evaluation, {name: y for name, y in found.items() if _is_compared(y)}
 

@@ -19,6 +19,7 @@ from shardmap_torch.record.evaluation import Evaluation
 from shardmap_torch.record.program import Record
 from shardmap_torch.run.threads import close
 from shardmap_torch.run.trials.draws import Draw, Like
+from shardmap_torch.run.trials.noise import Drawn, Noise
 from shardmap_torch.run.trials.operators import CLASS_LOSSES, name_of
 from shardmap_torch.run.trials.seen import Seen
 from shardmap_torch.run.trials.watch import UntriedError, Unwatched, Watched
@@ -40,7 +41,7 @@ class Program:
         verdict: the verdict on it.
         likes: what is drawn for each argument, by its position.
         parts: into how many parts the ranks of another program divide what this one has whole.
-        steady: whether random numbers that the body draws are all the same.
+        drawn: how what the body draws is sharded, as a proof has it.
         is_whole: whether it has the sizes of the call; else what depends on these has to be met.
     """
 
@@ -48,7 +49,7 @@ class Program:
     verdict: Verdict
     likes: Mapping[int, Like]
     parts: int = 1
-    steady: bool = False
+    drawn: Drawn = ()
     is_whole: bool = True
 
     @property
@@ -115,7 +116,7 @@ class Program:
         """
         seen = Seen() if seen is None else seen
         own = tuple(self.call.crossing), self.parts, self.is_whole, seen
-        watched = Watched(draw, self.steady, *own)
+        watched = Watched(draw, self.noise(draw), *own)
         evaluation = self.evaluation(draw.values(self.likes), watched)
         watched.compare_ranks()
         results = self.results(evaluation)
@@ -135,6 +136,10 @@ class Program:
             if like.grad:
                 results[GRADIENT + paths[at]] = gradients.get(at)
         return results, watched
+
+    def noise(self, draw: Draw) -> Noise:
+        """Starts what the body draws by itself in one run."""
+        return Noise(self.call.mesh, self.drawn, draw.seed)
 
     def evaluation(self, inputs: Mapping[int, Tensor], computer: Unwatched) -> Evaluation:
         """Evaluates the forward on global inputs."""

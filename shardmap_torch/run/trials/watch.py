@@ -17,6 +17,7 @@ from shardmap_torch.record.evaluation import Ranks
 from shardmap_torch.record.program import Step
 from shardmap_torch.run.trials import operators
 from shardmap_torch.run.trials.draws import Draw, widened
+from shardmap_torch.run.trials.noise import Noise
 from shardmap_torch.run.trials.operators import Bounds
 from shardmap_torch.run.trials.origins import Origins, Places
 from shardmap_torch.run.trials.seen import (
@@ -42,20 +43,34 @@ class Unwatched:
 
     Attributes:
         draw: the numbers of the run.
-        steady: whether random numbers are all the same; else they are refused.
+        noise: what the body draws by itself.
     """
 
     draw: Draw
-    steady: bool
+    noise: Noise
+
+    def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> Sequence[Any]:
+        """Computes an operator on each rank.
+
+        Raises:
+            UntriedError: it draws random numbers, and nothing says how those are sharded.
+        """
+        op = _operator(step)
+        for each in arguments if op is not _BITS else ():
+            if isinstance(each.get("dtype"), torch.dtype):
+                each["dtype"] = widened(each["dtype"])
+        if not _draws(op):
+            return [self.call(step, each, rank) for rank, each in enumerate(arguments)]
+        found = None if step.in_region else self.noise.draw(op, step.site, arguments)
+        if found is None:
+            name = operators.name_of(op)
+            raise UntriedError(f"{name} draws random numbers, at {step.site}")
+        return found if signature_of(op).writes else [*map(_widened_result, found)]
 
     def call(self, step: Step, arguments: dict[str, Any], rank: int) -> Any:
-        """Computes an operator."""
+        """Computes an operator on one rank."""
         op = _operator(step)
-        if isinstance(arguments.get("dtype"), torch.dtype) and op is not _BITS:
-            arguments["dtype"] = widened(arguments["dtype"])
         out = op(**arguments)
-        if self.steady and _draws(op):
-            out.fill_(0.5)
         return out if signature_of(op).writes else _widened_result(out)
 
     def closure(self, real: Tensor, site: Site | None) -> Tensor:
@@ -122,6 +137,12 @@ class Watched(Unwatched):
     _summaries: dict[Condition, dict[int, Tensor]] = field(default_factory=dict)
     _pieces: dict[Condition, dict[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
+    def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> Sequence[Any]:
+        found = super().compute(step, arguments)
+        for x in _tensors(found) if _draws(_operator(step)) else ():
+            self.origins.note(x, False, Places())
+        return found
+
     def call(self, step: Step, arguments: dict[str, Any], rank: int) -> Any:
         op = _operator(step)
         before = dict(arguments)
@@ -130,8 +151,6 @@ class Watched(Unwatched):
             before["self"] = before["self"].clone()  # what it was before
         operands = _tensors(arguments.values())
         out = super().call(step, arguments, rank)
-        if _draws(op) and not self.steady:
-            raise _refusal(step, "draws random numbers")
         _Call(self, step, rank, before, out, operands, written).watch()
         return out
 
@@ -201,13 +220,13 @@ class _Call:
 
     def watch(self) -> None:
         """Notes what the call may do with other numbers, and what its results come from."""
-        name, op = operators.name_of(_operator(self.step)), _operator(self.step)
+        name = operators.name_of(_operator(self.step))
         if _asks_for_zeros(name, self.operands, self.out):
             name, self.arguments = "ne", {"self": self.operands[0], "other": 0}
         watched, origins = self.watched, self.watched.origins
         watched.masks |= operators.mask_numbers(name, self.arguments)
         free = [x for x in self.operands if not origins.is_fixed(x)]
-        fixed = not free or name in operators.MADE or _draws(op)
+        fixed = not free or name in operators.MADE
         bounds = None if fixed else operators.bounds(name, self.arguments, origins.bounds_of)
         if not fixed and not self.step.is_derived:
             self._look(name, free, bounds)
@@ -364,10 +383,6 @@ def _draws(op: OpOverload) -> bool:
     """Returns whether a call draws random numbers."""
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     return is_random and operators.name_of(op) not in operators.DRAWLESS
-
-
-def _refusal(step: Step, why: str) -> UntriedError:
-    return UntriedError(f"{operators.name_of(_operator(step))} {why}, at {step.site}")
 
 
 def _asks_for_zeros(name: str, operands: Sequence[Tensor], out: Any) -> bool:

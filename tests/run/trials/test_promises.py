@@ -6,15 +6,18 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad
 from torch.nn import functional
 
 from shardmap_torch import (
     I,
     P,
+    R,
     ShardTypeError,
     all_reduce,
     axis_size,
     check_program,
+    checkpoint,
     explain,
     local_region,
     make_mesh,
@@ -124,6 +127,64 @@ def test_random_numbers_beside_a_region_do_not_keep_it_from_being_tried(draw: An
     region = declared(halved)
     with pytest.raises(ShardTypeError, match="a region is not what it promises: "):
         check_program(mapped, random(6), random(4))
+
+
+ROWS: Final = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+NOISE: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "noise": torch.randn_like,
+    "noise by shape": lambda x: torch.rand(x.shape, dtype=x.dtype),
+    "noise in place": lambda x: torch.empty_like(x).uniform_(-1, 1),
+    "numbers": lambda x: torch.randint(0, 9, x.shape).to(x.dtype),
+    "a mask by numbers": lambda x: torch.bernoulli(x.sigmoid()),
+    "a mask by comparison": lambda x: torch.where(torch.rand_like(x) < 0.5, x, 0),
+    "two draws on a line": lambda x: torch.rand_like(x) + torch.randn_like(x) * x,
+    "dropout": functional.dropout,
+    "recomputed": lambda x: checkpoint(lambda x: functional.dropout(x.sin()), x),
+    "in a gradient": lambda x: grad(lambda x: functional.dropout(x).square().sum())(x),
+}
+
+
+def less_mean(is_wrong: bool) -> Region:
+    """Subtracts the mean over all rows, or over those of a rank."""
+
+    @local_region(in_types=(P("dp", "tp"),), out_types=P("dp", "tp"))
+    def centred(z: Tensor) -> Tensor:
+        if is_wrong:
+            return z - z.mean(0)
+        rows = z.shape[0] * axis_size("dp")
+        return z - all_reduce(z.sum(0), "dp", dst=R) / rows
+
+    return centred
+
+
+@pytest.mark.sample(3, "recomputed")
+@pytest.mark.parametrize("name", NOISE)
+def test_a_region_of_what_the_body_draws_is_tried_with_it(name: str) -> None:
+    def mapped(is_wrong: bool) -> Callable[..., Any]:
+        region = less_mean(is_wrong)
+        return shard_map(
+            lambda x: x + region(NOISE[name](x)),
+            mesh=ROWS,
+            in_specs=P("dp", "tp"),
+            out_specs=P("dp", "tp"),
+            check="global",
+        )
+
+    x = random(8, 4).requires_grad_()
+    assert explain(mapped(is_wrong=False), x).one_device == "tried"
+    with pytest.raises(ShardTypeError, match="a region is not what it promises: out is "):
+        check_program(mapped(is_wrong=True), x)
+
+
+def test_a_region_that_draws_by_itself_is_believed_and_listed() -> None:
+    @local_region(in_types=(P("cp"),), out_types=P("cp"))
+    def shaken(x: Tensor) -> Tensor:
+        return x + torch.rand_like(x[:1])  # one number for all rows of a rank
+
+    found = explain(weighed(lambda x: shaken(x)), random(6))
+    _, why = found.assumed
+    assert found.one_device == "proven"
+    assert why.startswith("    could not be tried: rand_like draws random numbers, at test_prom")
 
 
 def test_a_promise_that_numbers_cannot_decide_is_believed_and_listed() -> None:
