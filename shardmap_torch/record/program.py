@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardmap_torch.core.source_location import Site
@@ -53,6 +54,7 @@ class Step:
         is_derived: whether autograd runs it, in a formula of its own.
         function: the function of torch in which the body calls it.
         in_region: whether it is of a `local_region`.
+        dtype: that of its first result, None if it has none.
     """
 
     run: OpOverload | Move | Index
@@ -62,6 +64,7 @@ class Step:
     is_derived: bool
     function: Any
     in_region: bool
+    dtype: torch.dtype | None
 
 
 @dataclass

@@ -14,7 +14,11 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import NONE, running_backward
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site, is_called_by
-from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
+from shardmap_torch.core.torch_private.engine import (
+    DisableTorchFunction,
+    OpOverload,
+    disable_current_modes,
+)
 from shardmap_torch.record.program import Index, Move, Record, Slot, Step
 from shardmap_torch.spec import P
 
@@ -105,7 +109,9 @@ class ProgramRecorder(Observer):
         given = {name: self._read(value) for name, value in arguments.items()}
         results = tuple(map(self._new, made))
         is_derived = running_backward() != NONE and is_called_by(_DERIVATIVES)
-        how = is_derived, self._interpreter.function, self._regions > 0
+        with DisableTorchFunction():  # the body does not ask
+            dtype = made[0].dtype if made else None
+        how = is_derived, self._interpreter.function, self._regions > 0, dtype
         self._steps.append(Step(run, numbers or given, results, call_site(), *how))
 
     def _lack(self, why: str) -> None:

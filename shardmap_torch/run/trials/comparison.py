@@ -19,6 +19,7 @@ from shardmap_torch.run.trials.draws import (
     APART,
     FARTHER,
     LEVELLED,
+    MEETING,
     ODD,
     PLAIN,
     SHIFTED,
@@ -28,7 +29,7 @@ from shardmap_torch.run.trials.draws import (
     Draw,
     Style,
 )
-from shardmap_torch.run.trials.operators import ASK_FINITE
+from shardmap_torch.run.trials.operators import ASK_FINITE, is_integer
 from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
 from shardmap_torch.run.trials.seen import Seen
 from shardmap_torch.run.trials.watch import UntriedError, Watched
@@ -87,6 +88,7 @@ class Comparison:
     _ties: bool = False
     _uneven: int = 0
     _summarizes: bool = False
+    _loses_bits: bool = False
     _unknown: UntriedError | None = None
     _lost: set[str] = field(default_factory=set)
     _untold: set[str] = field(default_factory=set)
@@ -131,6 +133,7 @@ class Comparison:
         are_several = sum(is_real(like.dtype) for like in self.one.likes.values()) > 1
         special = APART * are_several + ODD * in_pieces
         special += UNDEFINED * asks_finite + LEVELLED * self._summarizes
+        special += MEETING * self._loses_bits
         for style in special:
             self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)
@@ -175,7 +178,8 @@ class Comparison:
         what happens for them.
         """
         limits: dict[int, frozenset[int]] = {}
-        for at in sorted(watched.limits.keys() | of_ranks.keys()):
+        met = watched.limits.keys() | of_ranks.keys()
+        for at in sorted(at for at in met if is_integer(self.one.likes[at].dtype)):
             numbers = watched.limits.get(at, frozenset()) | of_ranks.get(at, frozenset())
             bounds = torch.iinfo(self.one.likes[at].dtype)
             inside = range(watched.lengths.get(at, 0))
@@ -261,6 +265,7 @@ class Comparison:
         self.num_trials += 1
         self._ties |= one.ties or ranks.ties
         self._uneven += one.seen.has_ties
+        self._loses_bits |= one.loses_bits or ranks.loses_bits
         self._summarizes |= one.summarizes or ranks.summarizes
         self._unknown = self._unknown or one.unknown or ranks.unknown
         self.zero -= {n for n, x in expected.items() if n in one.fixed or _size(x) > ZERO}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.functorch import is_smooth
+from shardmap_torch.run.trials.operators import is_integer
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,11 @@ SHIFTED: Final = (
 )
 """Styles in which what a program multiplies through many steps does not vanish."""
 
+MEETING: Final = (Style(pattern="limits"),) * 6
+"""Styles in which integers are equal once they have fewer bits."""
+
 FARTHER: Final = (
-    *[Style(pattern="limits")] * 6,
+    *MEETING,
     *(Style(scale=scale) for scale in (1.0, 0.3, 3.0, 1.0, 0.03, 30.0, 1e3)),
     *[Style(rows=(-18.0, 1.0))] * 3,
     *(Style(scale=scale) for scale in (1e-2, 1e-3, 1e-4, 1e-5, 1e-7)),
@@ -209,7 +213,7 @@ class Draw:
         """
         if key not in self.closures:
             generator = torch.Generator().manual_seed(self.seed + 104729 * (1 + len(self.closures)))
-            if _is_integer(x.dtype):
+            if is_integer(x.dtype):
                 self.closures[key] = _in_range(x, generator)
             else:
                 like = Like(x.shape, x.dtype, x.device, False)
@@ -220,7 +224,7 @@ class Draw:
         dtype, style = widened(like.dtype), self.style
         if dtype == torch.bool:
             return self._emptied(at, self._along(at, like, generator).flags())
-        if _is_integer(dtype):
+        if is_integer(dtype):
             return self._emptied(at, self._integers(at, like, generator).to(dtype))
         drawn = style.scale * torch.randn(like.shape, dtype=dtype, generator=generator)
         if style.tied:
@@ -387,7 +391,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
     """Draws random values like a tensor; integers stay in range, so that indices stay valid."""
-    if like.dtype == torch.bool or _is_integer(like.dtype):
+    if like.dtype == torch.bool or is_integer(like.dtype):
         return _in_range(like, generator)
     return 2 * torch.randn(like.shape, dtype=like.dtype, generator=generator).to(like.device)
 
@@ -398,7 +402,3 @@ def _in_range(like: Tensor, generator: torch.Generator) -> Tensor:
         low, high = (0, 1) if like.dtype == torch.bool else (min(1, low), high)
     drawn = torch.randint(low, high + 1, like.shape, generator=generator)
     return drawn.to(like.dtype).to(like.device)
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -383,16 +383,57 @@ def integers_of(value: Any) -> frozenset[int]:
     return frozenset()
 
 
-def limits(name: str, arguments: Mapping[str, Any]) -> Sequence[tuple[Tensor, Any, Sequence[int]]]:
-    """Returns operands with the numbers around which an operator does something else with them.
+Near = Callable[[int], Sequence[int]]
+"""From a number to those near it for which something else may happen."""
 
-    How far around is said too.
+
+def _itself(n: int) -> Sequence[int]:
+    return (n,)
+
+
+def _around(n: int) -> Sequence[int]:
+    return n - 1, n, n + 1
+
+
+def meeting(n: int) -> Sequence[int]:
+    """Returns numbers that are equal only modulo `n`, or once they are rounded to its digits."""
+    return 0, 1, n, n + 1
+
+
+def period(op: OpOverload, x: Tensor, dtype: torch.dtype | None) -> int | None:
+    """Returns from which number on entries of an operand are equal to others in its result.
+
+    None where a result of that dtype keeps all integers apart, or has none of them. Numbers of 64
+    bits count as exact.
     """
+    if dtype in (None, torch.bool, torch.float64) or not is_integer(x.dtype):
+        return None
+    assert dtype is not None
+    is_moved = name_of(op) in MOVED
+    if dtype.is_complex or not (is_moved or torch.Tag.pointwise in op.tags):
+        return None
+    if dtype.is_floating_point:
+        first = int(2 / torch.finfo(dtype).eps)
+    else:
+        first = 1 << (torch.iinfo(dtype).bits if is_moved else 64)
+    own = torch.iinfo(x.dtype)
+    return first if own.max - own.min >= first else None
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Returns whether numbers of a dtype are integers; booleans are none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def limits(name: str, arguments: Mapping[str, Any]) -> Sequence[tuple[Tensor, Any, Near]]:
+    """Returns operands with the numbers near which an operator does something else with them."""
     if name in ("embedding", "_embedding_bag") and arguments["padding_idx"] >= 0:
-        return [(arguments["indices"], arguments["padding_idx"], (0,))]
+        return [(arguments["indices"], arguments["padding_idx"], _itself)]
+    if name in DIVIDED and is_integer(arguments["self"].dtype):
+        return [(arguments["self"], arguments["other"], meeting)]
     if name not in COMPARED:
         return []
-    around = (0,) if name in {"eq", "ne"} else (-1, 0, 1)
+    around = _itself if name in {"eq", "ne"} else _around
     sides = arguments["self"], arguments["other"]
     return [
         (x, other, around)

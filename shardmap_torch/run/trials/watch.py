@@ -1,7 +1,7 @@
 """Computes the steps of a record with random numbers, and watches which pieces these reach."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -68,9 +68,9 @@ class Unwatched:
         return found if signature_of(op).writes else [*map(_widened_result, found)]
 
     def call(self, step: Step, arguments: dict[str, Any], rank: int) -> Any:
-        """Computes an operator on one rank."""
+        """Computes an operator on one rank; integers are rounded as in the dtype of the call."""
         op = _operator(step)
-        out = op(**arguments)
+        out = op(**{name: _rounded(value, step) for name, value in arguments.items()})
         return out if signature_of(op).writes else _widened_result(out)
 
     def closure(self, real: Tensor, site: Site | None) -> Tensor:
@@ -112,6 +112,8 @@ class Watched(Unwatched):
         ignored: for integer inputs the targets that averaged losses leave out; that there are none
             is looked at in each call.
         masks: large numbers that it writes where something is hidden.
+        integers: the places of all integer arguments.
+        loses_bits: whether it makes numbers of them that are equal more often.
         ties: whether equal entries may matter in it.
         summarizes: whether it makes one boolean or integer of many entries.
         unknown: what is raised at the end, unless the ranks compute something else.
@@ -128,6 +130,8 @@ class Watched(Unwatched):
     limits: dict[int, frozenset[int]] = field(default_factory=dict)
     ignored: dict[int, frozenset[int]] = field(default_factory=dict)
     masks: set[float] = field(default_factory=set)
+    integers: Places = frozenset()
+    loses_bits: bool = False
     ties: bool = False
     summarizes: bool = False
     unknown: UntriedError | None = None
@@ -161,8 +165,10 @@ class Watched(Unwatched):
 
     def note_inputs(self, inputs: Sequence[Ranks]) -> None:
         for position, xs in zip(self.crossing, inputs, strict=True):
+            place = frozenset({(position, 0)})
+            self.integers |= place if operators.is_integer(xs[0].dtype) else Places()
             for x in xs:
-                self.origins.note(x, False, frozenset({(position, 0)}))
+                self.origins.note(x, False, place)
 
     def note_cotangents(self, xs: Ranks) -> None:
         for x in xs:
@@ -259,6 +265,9 @@ class _Call:
         """Requires that random operands can tell what an operation does."""
         arguments, out = self.arguments, self.out
         self._note_limits(name)
+        self._note_lost_bits(name, free)
+        if _operator(self.step) is _BITS:
+            raise self._refusal(name, f"reads the bits of {free[0].dtype}")
         if name in operators.LOOKUPS and arguments.get("mode") != operators.LARGEST:
             self._look_up(name)
             return
@@ -304,13 +313,36 @@ class _Call:
             watched.summarize(self._met(name), self.rank, summary)
 
     def _note_limits(self, name: str) -> None:
-        limits, origins = self.watched.limits, self.watched.origins
-        for operand, other, around in operators.limits(name, self.arguments):
-            if isinstance(other, Tensor) and not origins.is_fixed(other):
+        origins = self.watched.origins
+        for operand, other, near in operators.limits(name, self.arguments):
+            if not (isinstance(other, Tensor) and not origins.is_fixed(other)):
+                numbers = {each for n in operators.integers_of(other) for each in near(n)}
+                self._limit(origins.entries_of([operand]), numbers)
+
+    def _limit(self, places: Places, numbers: Iterable[int]) -> None:
+        limits = self.watched.limits
+        for at, added in places:
+            limits[at] = limits.get(at, frozenset()) | {number - added for number in numbers}
+
+    def _note_lost_bits(self, name: str, free: Sequence[Tensor]) -> None:
+        """Notes numbers that only more bits tell apart than a result has.
+
+        Raises:
+            UntriedError: no argument can be such numbers.
+        """
+        watched, dtype = self.watched, self.step.dtype
+        for x in free:
+            first, known = (
+                operators.period(_operator(self.step), x, dtype),
+                watched.origins.bounds_of(x),
+            )
+            if first is None or (known is not None and 0 <= known[0] <= known[1] < first):
                 continue
-            for at, added in origins.entries_of([operand]):
-                found = {n + by - added for n in operators.integers_of(other) for by in around}
-                limits[at] = limits.get(at, frozenset()) | found
+            places = watched.origins.entries_of([x]) or watched.integers
+            if not places and dtype in _SMALL:
+                raise self._refusal("a cast", f"makes {dtype} of {x.dtype}")
+            watched.loses_bits = True
+            self._limit(places, operators.meeting(first))
 
     def _look_up(self, name: str) -> None:
         watched, arguments = self.watched, self.arguments
@@ -371,7 +403,19 @@ class _Call:
 
 _CASTS: Final = ("_to_copy", "to")
 
+_SMALL: Final = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+
 _BITS: Final = torch.ops.aten.view.dtype
+
+
+def _rounded(value: Any, step: Step) -> Any:
+    """Returns integers in as many bits as the result of a step has, where that has too few."""
+    if isinstance(value, list):
+        return [_rounded(each, step) for each in value]
+    is_exact = not isinstance(value, Tensor) or not (step.dtype and step.dtype.is_floating_point)
+    if is_exact or operators.period(_operator(step), value, step.dtype) is None:
+        return value
+    return value.to(step.dtype).double()
 
 
 def _operator(step: Step) -> OpOverload:
