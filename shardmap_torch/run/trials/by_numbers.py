@@ -287,12 +287,38 @@ def _small_enough(
             break
         if not is_whole and _steps(ranks.verdict) != _steps(typed):
             break
+        if not is_whole and counts is COUNTS[0]:
+            _require_same_places(typed, ranks.verdict, too_large)
         work = max(ranks.work, one.work)
         if work <= _WORK:
             ratio = ranks.call.mesh.size // one.call.mesh.size
             return replace(ranks, is_whole=is_whole), replace(one, parts=ratio)
         too_large = f"ranks would compute {work:,} entries"
     raise UntriedError(_LARGE.format(too_large, MAX_RANKS, _WORK))
+
+
+_ELSEWHERE: Final = "{}, and at smaller sizes {} sends to other places, at {}"
+
+
+def _require_same_places(typed: Verdict, few: Verdict, why: str) -> None:
+    """Requires that ranks send as far on a smaller mesh as they do in the call.
+
+    Three in a row are compared, or two at an end: where the call has others, as between nodes, a
+    trial on the smaller mesh does not show what happens there.
+    """
+    for here, there in zip(typed.equations, few.equations, strict=True):
+        is_sent = here.collective is not None and here.collective.perm
+        if is_sent and not _sent(here, typed.mesh) <= _sent(there, few.mesh):
+            raise UntriedError(_ELSEWHERE.format(why, here.name, here.site))
+
+
+def _sent(equation: Equation, mesh: Mesh) -> set[tuple[object, ...]]:
+    assert equation.collective is not None  # it sends
+    size, targets = mesh.num_ranks(equation.collective.axes), dict(equation.collective.perm)
+    half = size // 2
+    far = [(targets[at] - at + half) % size - half if at in targets else None for at in range(size)]
+    row = ["the start", *far, "the end"]
+    return set(zip(row, row[1:], row[2:], strict=False))
 
 
 def _steps(verdict: Verdict) -> list[tuple[object, ...]]:
