@@ -34,6 +34,7 @@ from shardmap_torch.checker.ir.observer import (
     made_by,
 )
 from shardmap_torch.checker.rules.infer import draws, may_draw, named_tensors
+from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, shown
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ShardedTensor, UnrelatedError, fitted
@@ -41,7 +42,7 @@ from shardmap_torch.checker.spmd.operations import Operations
 from shardmap_torch.checker.spmd.ops.advice import COPIES, OTHER
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.positions import Positions
-from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder
+from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder, Ref
 from shardmap_torch.checker.spmd.sharded import PairedCall
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Sums, part_of, reject_scaled
@@ -56,6 +57,9 @@ from shardmap_torch.spec import P
 from shardmap_torch.types import K
 
 Named = Sequence[tuple[str, Tensor]]
+
+_ASSERTING: Final = overloads("_assert_async _assert_async.msg")
+"""Operators by which a value that is false raises."""
 
 NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -178,15 +182,18 @@ class Relation(Observer):
 
         Where it makes the body raise, it is enough that it does so on one rank.
         """
-        suffices = {True: "max", False: "min", None: ""}[raising]
         with self._judged(f"{VALUE} {name}", [("tensor", x) for x in tensors]) as live:
             if live:
                 refs = self._take(f"{VALUE} {name}").arguments["tensors"]
                 for tensor, ref in zip(tensors, refs, strict=True):
-                    sums, shard = self._notes.sums(tensor), self._notes.find(tensor, ref, "it")
-                    is_open = bool(sums.partial or shard.axes or sums.scale != 1)
-                    if is_open or not sums.loose or sums.loose - sums.over(suffices):
-                        self._notes.require(tensor, ref, P())
+                    self._require_value(tensor, ref, raising)
+
+    def _require_value(self, tensor: Tensor, ref: Ref, raising: bool | None) -> None:
+        suffices = {True: "max", False: "min", None: ""}[raising]
+        sums, shard = self._notes.sums(tensor), self._notes.find(tensor, ref, "it")
+        is_open = bool(sums.partial or shard.axes or sums.scale != 1)
+        if is_open or not sums.loose or sums.loose - sums.over(suffices):
+            self._notes.require(tensor, ref, P())
 
     def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Requires that the arguments of per-rank code are sharded as it declares."""
@@ -315,6 +322,8 @@ class Relation(Observer):
             self._notes.copy(source, results[0])
         elif event.grad_mode != grad_mode():
             raise UnrelatedError("gradients are recorded in one program only", OTHER)
+        elif op in _ASSERTING:
+            self._require_value(arguments["self"], event.arguments["self"], raising=False)
         elif results:  # else it answers a question about shapes
             call = PairedCall(op, arguments, event, results)
             self._operations.compare(call, bool(self.followed), key)
