@@ -2,7 +2,7 @@
 
 Where ranks are no processes, torch knows of none of them, or of the one process that runs them all;
 and while a body is checked its rank is not the one of this process. So in such bodies torch's own
-questions are answered here: on this thread, and for as long as one runs.
+questions are answered here. Its collectives run as the typed ones in all bodies, on processes too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,15 @@ from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.torch_private.world import Answering, World
 from shardmap_torch.errors import CollectiveError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.ops.groups import AxisGroup, asked_scope, group_axes, size_along
+from shardmap_torch.ops.groups import (
+    REFUSED,
+    AxisGroup,
+    asked_scope,
+    group_axes,
+    own_group,
+    size_along,
+    typed_call,
+)
 
 _RANKS: Final = ("RANK", "LOCAL_RANK", "GROUP_RANK")
 _SIZES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -180,11 +188,19 @@ class _Answers(World):
         return None if axes is None or scope is None else size_along(scope, axes)
 
     def method(self, group: Any, name: str) -> Callable[..., Any] | None:
-        """Returns the typed collective, for torch's group of axes in a body that is checked."""
-        scope = _asking()
-        mesh = None if scope is None else scope.backend.mesh
-        axes = None if mesh is None else group_axes(mesh, str(group.group_name))
-        return None if axes is None or mesh is None else getattr(AxisGroup(mesh, axes), name)
+        """Returns the typed collective, for torch's group of axes."""
+        scope = asked_scope()
+        own = None if scope is None else own_group(scope, group)
+        if own is None or (name in _MESSAGES and _asking() is None):
+            return None
+        if name in REFUSED and scope is not None and _is_checked(scope):
+            return None  # the operator that it calls is refused
+        return getattr(own, name)  # type: ignore[no-any-return]
+
+    def called(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Returns what the typed collective gives, for torch's group of axes."""
+        scope = asked_scope()
+        return NotImplemented if scope is None else typed_call(scope, name, args)
 
     def coordinate(self, mesh: DeviceMesh) -> list[Any] | None:
         """Returns the position along each axis of torch's mesh."""
@@ -213,5 +229,8 @@ class _Answers(World):
         return None if rank is None else str(rank)
 
 
+_MESSAGES: Final = ("send", "recv", "barrier")
+"""Methods that are torch's own where ranks are processes."""
+
 ANSWERING: Final = Answering(_Answers())
-"""A context in which bodies that run get answers about their own ranks."""
+"""Answers bodies about their own ranks, and runs torch's collectives as ours, once it has begun."""

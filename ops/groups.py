@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope, scope_of
 from shardmap_torch.core.ambient import SCOPES
-from shardmap_torch.core.functorch import can_receive_gradient, num_derivatives
-from shardmap_torch.core.torch_private.engine import TorchDispatchMode
-from shardmap_torch.core.tree import flatten
-from shardmap_torch.errors import CollectiveError
+from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.errors import CollectiveError, ShardTypeError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.ops.arguments import Axis, X, read_axes
 from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
@@ -56,24 +55,28 @@ class Arriving(dist.Work):
         return self.wait()
 
 
-class _GroupName(str):
-    """The name of an `AxisGroup`, by which torch's functional collectives call its methods."""
-
-    group: "AxisGroup"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the typed collective in place of an operator of torch.distributed."""
-        name = args[-1]
-        if func.__name__ not in FUNCTIONAL or not isinstance(name, cls):
-            raise CollectiveError(
-                f"{func.__name__} of torch.distributed is called in the body on the group of an "
-                f"axis: only {', '.join(FUNCTIONAL)} are typed."
-            )
-        return name.group.functional(func._qualified_op_name, *args[:-1])
-
-
 _ProcessGroup: Any = dist.ProcessGroup  # it types its methods by more overloads than torch calls
+
+
+def _refusing(name: str) -> Any:
+    """Makes a method, or a row of `_CALLS`, of what no type describes: it refuses its call."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise ShardTypeError(
+            f"{name} of torch.distributed is called in the body, and no type describes it.\n"
+            f"  at {call_site()}\nFix: use {REFUSED[name]}, which all ranks call alike."
+        )
+
+    return refuse
+
+
+REFUSED: Final[Mapping[str, str]] = {
+    "reduce": "shardmap_torch.all_reduce",
+    "gather": "shardmap_torch.all_gather",
+    "scatter": "shardmap_torch.broadcast, and convert(x, axis, src=R, dst=V, dim=0)",
+    "allgather_coalesced": "shardmap_torch.all_gather of a list",
+}
+"""Methods of groups that no type describes, with what to use."""
 
 
 class AxisGroup(_ProcessGroup):  # type: ignore[misc]
@@ -104,9 +107,7 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
     @property
     def group_name(self) -> str:
         """Its name, by which functional collectives find it."""
-        name = _GroupName(",".join(self.axes))
-        name.group = self
-        return name
+        return ",".join(self.axes)
 
     def size(self) -> int:
         """Returns the number of ranks; in a body, of the mesh on which it runs."""
@@ -138,6 +139,11 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         """Sums a tensor over the ranks, in place."""
         x = _only(tensors)
         return self._write("all_reduce", [x], [], lambda: [self.reduced(x, options)])
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
+        """Sums several tensors over the ranks, in place."""
+        xs = [*tensors]
+        return self._write("all_reduce", xs, [], lambda: [self.reduced(x, options) for x in xs])
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
         """Gives all ranks the value of one, in place."""
@@ -221,44 +227,26 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: Any) -> None:
         """Has none that joins messages: torch 2.14 asks that before it sends a batch of them."""
 
-    def functional(self, operator: str, x: Tensor, *rest: Any) -> Any:
-        """Calls a functional collective, by the name of torch's operator."""
-        name = operator.split("::")[1]
-        if can_receive_gradient(x) and not num_derivatives():
-            return self.differentiable(name, x, *rest)
-        typed = FUNCTIONAL[name]
-        with self._entered(typed, [x]):
-            result = _MOVES[name](self, I, x, *rest)
-            if name != "all_reduce":  # whose operand torch copies; others read it until then
-                begun(read_axes(typed, self.axes)[1], [], [x])
-            return result
-
-    def differentiable(self, name: str, x: Tensor, *rest: Any) -> Any:
-        """Calls a collective that autograd sees.
-
-        One of `_functional_collectives` whose name ends in `_autograd`, or one of
-        `torch.distributed.nn.functional`.
-        """
-        with self._entered(name, []):
-            return _MOVES[name](self, R, x, *rest)
-
     # The names of methods that torch calls differ between releases.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
+    reduce, gather, scatter, allgather_coalesced = map(_refusing, REFUSED)
+
     def reduced(self, x: Tensor, options: Any, dst: AxisType = I) -> Tensor:
         """Sums over the ranks; pending sums become invariant, or R."""
-        return all_reduce(x, self.axes, dst=dst, op=_read_op("all_reduce", options))
+        total = all_reduce(x, self.axes, dst=dst, op=_read_op("all_reduce", options))
+        return total.to(x.dtype)  # a sum of booleans is whether one of them is true
 
     def gathered(self, x: Tensor, tiled: bool = True, dst: AxisType = I) -> Tensor:
         """Gathers along dim 0; varying values become invariant, or R."""
-        return all_gather(x, self.axes, dim=0, dst=dst, tiled=tiled)
+        return all_gather(x, self.axes, dim=0, dst=dst, tiled=tiled and x.ndim > 0)
 
     def scattered(self, x: Tensor, options: Any, tiled: bool = True) -> Tensor:
         """Sums over the ranks, and leaves each its shard along dim 0."""
         op = _read_op("reduce_scatter", options)
-        return reduce_scatter(x, self.axes, dim=0, op=op, tiled=tiled)
+        return reduce_scatter(x, self.axes, dim=0, op=op, tiled=tiled).to(x.dtype)
 
     def exchanged(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
         """Exchanges shards along dim 0, all of one size."""
@@ -277,17 +265,13 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
 
     @contextmanager
     def _entered(self, name: str, tensors: Sequence[Tensor]) -> Iterator[Scope]:
-        """Yields the scope of a call on tensors, which is no step that runs are compared by.
-
-        On processes these do not see the call.
-        """
-        with in_backward():
+        """Yields the scope of a call that autograd does not see."""
+        with in_backward(), _unmonitored():
             _, scope = read_axes(name, self.axes)
             scope.backend.needs_ranks()  # torch.func.vmap cannot write into what it does not batch
             if any(map(can_receive_gradient, tensors)):
                 raise unseen_by_autograd(name)
-            with enter_scope(Scope(scope.backend, scope.axes)):
-                yield scope
+            yield scope
 
     def _write(
         self,
@@ -311,9 +295,18 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         def arrive() -> None:
             with arriving(), torch.no_grad():
                 for output, result in zip(outputs, results, strict=True):
-                    output.copy_(result)
+                    _copy(name, output, result)
 
         return Arriving(arrive)
+
+
+def _unmonitored() -> AbstractContextManager[None]:
+    """Returns a context whose calls are no steps that runs are compared by.
+
+    A group of one rank may take none of them, where several call.
+    """
+    scope = current_scope()
+    return nullcontext() if scope is None else enter_scope(Scope(scope.backend, scope.axes))
 
 
 def _only(given: Sequence[X]) -> X:
@@ -321,6 +314,19 @@ def _only(given: Sequence[X]) -> X:
     if len(given) != 1:
         raise CollectiveError(f"A group takes lists of one tensor, not of {len(given)}.")
     return given[0]
+
+
+def _copy(name: str, output: Tensor, result: Tensor) -> None:
+    """Writes a result; vmap cannot write rows of its own into what has none."""
+    try:
+        output.copy_(result)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        raise CollectiveError(
+            f"{name} of torch.distributed writes into a tensor that is not batched, under vmap. "
+            f"Use shardmap_torch.{name}, which returns its result."
+        ) from error
 
 
 def _end(arriving: Callable[[], AbstractContextManager[None]]) -> None:
@@ -382,34 +388,128 @@ def begun(
     return scope.backend.begin_call(written, read) if is_checker(scope.backend) else nullcontext
 
 
-FUNCTIONAL: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "all_reduce": "all_reduce",
-        "all_gather_into_tensor": "all_gather",
-        "reduce_scatter_tensor": "reduce_scatter",
-        "all_to_all_single": "all_to_all",
-    }
-)
-"""Functional collectives that are typed, by the names of their operators, and as what."""
+Typed: TypeAlias = tuple[Any, Sequence[Tensor], Callable[[AxisGroup, AxisType], Any]]
+"""The group of a call, its operands, and what calls the typed collective on a group.
 
-_MOVES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
-    {
-        "all_reduce": lambda group, dst, x, op: group.reduced(x, op, dst),
-        "all_gather_into_tensor": lambda group, dst, x, size: group.gathered(x, dst=dst),
-        "all_gather": lambda group, dst, x: group.gathered(x, False, dst).unbind(0),
-        "reduce_scatter_tensor": lambda group, dst, x, op, size: group.scattered(x, op),
-        "reduce_scatter": lambda group, dst, x, op: group.scattered(x, op, False),
-        "all_to_all_single": lambda group, dst, x, received, sent: group.exchanged(
-            x, received, sent
-        ),
-        "all_to_all": lambda group, dst, x: group.swapped(x).unbind(0),
-        "broadcast": lambda group, dst, x, source: broadcast(x, group.axes, source, dst=dst),
-    }
-)
-"""Functions of functional collectives, and of those of `torch.distributed.nn.functional`.
-
-Where all ranks get one value it is of type `dst`.
+Where all ranks get one value it is of the type that is passed.
 """
+
+
+def _listed(called: Callable[..., Typed]) -> Callable[..., Typed]:
+    """Makes the row of a call on a list of tensors from that on one."""
+
+    def row(xs: Sequence[Tensor], *rest: Any) -> Typed:
+        moves = [called(x, *rest)[2] for x in xs]
+        return rest[-1], xs, lambda group, dst: [move(group, dst) for move in moves]
+
+    return row
+
+
+def _reduce(x: Tensor, op: Any, group: Any) -> Typed:
+    return group, [x], lambda group, dst: group.reduced(x, op, dst)
+
+
+def _gather(x: Tensor, size: int, group: Any) -> Typed:
+    return group, [x], lambda group, dst: group.gathered(x, True, dst)
+
+
+def _scatter(x: Tensor, op: Any, size: int, group: Any) -> Typed:
+    return group, [x], lambda group, dst: group.scattered(x, op)
+
+
+def _exchange(x: Tensor, received: Any, sent: Any, group: Any) -> Typed:
+    return group, [x], lambda group, dst: group.exchanged(x, received or [], sent or [])
+
+
+def _broadcast(x: Tensor, source: int, group: Any) -> Typed:
+    return group, [x], lambda group, dst: broadcast(x, group.axes, source, dst=dst)
+
+
+_REFUSED: Final[Mapping[str, Callable[..., Typed]]] = {
+    "_Reduce": _refusing("reduce"),
+    "_Gather": _refusing("gather"),
+    "_Scatter": _refusing("scatter"),
+}
+"""Functions that no type describes."""
+
+_CALLS: Final[Mapping[str, Callable[..., Typed]]] = {
+    "all_reduce": _reduce,
+    "all_gather_into_tensor": _gather,
+    "reduce_scatter_tensor": _scatter,
+    "all_to_all_single": _exchange,
+    "broadcast": _broadcast,
+    "all_reduce_coalesced": _listed(_reduce),
+    "all_gather_into_tensor_coalesced": _listed(_gather),
+    "reduce_scatter_tensor_coalesced": _listed(_scatter),
+    "_AllReduce": lambda op, group, x: _reduce(x, op, group),
+    "_AllGather": lambda group, x: (
+        *(group, [x]),
+        lambda group, dst: group.gathered(x, False, dst).unbind(0),
+    ),
+    "_AllGatherBase": lambda out, x, group: (
+        *(group, [x]),
+        lambda group, dst: group.gathered(x, out.ndim == x.ndim, dst),
+    ),
+    "_Reduce_Scatter": lambda op, group, out, *xs: (
+        *(group, xs),
+        lambda group, dst: group.scattered(torch.stack(xs), op, False),
+    ),
+    "_AlltoAll": lambda group, out, *xs: (
+        *(group, xs),
+        lambda group, dst: group.swapped(torch.stack(xs)).unbind(0),
+    ),
+    "_AlltoAllSingle": lambda group, out, received, sent, x: _exchange(x, received, sent, group),
+    "_Broadcast": lambda source, group, x: (
+        *(group, [x]),
+        lambda group, dst: broadcast(x, group.axes, dist.get_group_rank(group, source), dst=dst),
+    ),
+    **_REFUSED,
+}
+"""Functional collectives, and Functions of `torch.distributed.nn.functional`, as they are typed."""
+
+_WAITS: Final = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operators by which functional collectives wait for what they have begun."""
+
+
+def typed_call(scope: Scope, name: str, args: tuple[Any, ...]) -> Any:
+    """Calls the typed collective for an operator or a Function of torch.distributed.
+
+    NotImplemented for what is not typed, and for groups that are not those of bound axes.
+    """
+    is_alone = scope.backend.mesh.device_mesh is not None and not is_checker(scope.backend)
+    if name in _WAITS:  # of DTensors, in bodies with automatic axes, it is torch's
+        return NotImplemented if is_alone and "_arrived" not in vars(args[0]) else args[0]
+    called = _CALLS.get(name)
+    if called is None:
+        return NotImplemented
+    if name in _REFUSED and is_checker(scope.backend):
+        return NotImplemented  # the operator that it calls is refused
+    group, operands, move = called(*args)
+    own = own_group(scope, group)
+    if own is None:
+        return NotImplemented
+    with in_backward(), _unmonitored():
+        out = move(own, R if any(map(can_receive_gradient, operands)) else I)
+    for each in out if isinstance(out, list | tuple) else [out]:
+        each._arrived = True
+    return out
+
+
+def own_group(scope: Scope, group: Any) -> AxisGroup | None:
+    """Returns the group of axes that a call in a body means; None for one of no axes.
+
+    On processes a group of axes that the body has not bound is torch's own, as DTensors use it.
+    """
+    mesh = scope.backend.mesh
+    if isinstance(group, AxisGroup):
+        return group
+    if group is None and mesh.device_mesh is None and mesh.full is None:
+        return AxisGroup(mesh, mesh.axis_names)
+    group = dist.group.WORLD if group is None else group
+    axes = group_axes(mesh, group if isinstance(group, str) else str(group.group_name))
+    if axes is None or not (scope.axes.issuperset(axes) or is_checker(scope.backend)):
+        return None
+    return AxisGroup(mesh, axes)
 
 
 def unseen_by_autograd(name: str) -> CollectiveError:
@@ -418,34 +518,6 @@ def unseen_by_autograd(name: str) -> CollectiveError:
         f"{name} of torch.distributed is called on a tensor that needs a gradient, and autograd "
         f"does not see the call. Use shardmap_torch.{name}, or detach it."
     )
-
-
-class RefusingUnseen(TorchDispatchMode):
-    """Refuses calls of torch.distributed in a backward that is differentiated again.
-
-    On processes they reach torch, which only warns that no gradient will flow through them.
-    """
-
-    def __init__(self) -> None:
-        """Notes whether a transform of torch.func is differentiated by another."""
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._is_nested = num_derivatives() > 1  # operators do not see the levels
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls an operator, if autograd sees it."""
-        if func.namespace in _UNSEEN and torch.is_grad_enabled():
-            operands, _ = flatten([*args, *(kwargs or {}).values()])
-            if self._is_nested or any(isinstance(x, Tensor) and x.requires_grad for x in operands):
-                raise CollectiveError(
-                    f"{func._schema.name} of torch.distributed is called in a backward that is "
-                    "differentiated again, and autograd does not see the call. Use a function of "
-                    "shardmap_torch in its place."
-                )
-        return func(*args, **(kwargs or {}))
-
-
-_UNSEEN: Final = frozenset({"c10d", "_c10d_functional"})
-"""Namespaces of operators of torch.distributed that have no derivative."""
 
 
 def _read_op(name: str, options: Any) -> Any:
@@ -512,10 +584,15 @@ def group_axes(mesh: Mesh, name: str) -> tuple[str, ...] | None:
     """Returns the axes whose group has this name; None if no axes have it."""
     mesh = mesh.full or mesh
     if mesh.device_mesh is None:
-        return None
+        axes = tuple(name.split(","))
+        return axes if {*axes} <= {*mesh.axis_names} else None
     known: dict[str, tuple[str, ...]]
     known = {str(mesh.group(axis).group_name): (axis,) for axis in mesh.axis_names}
-    known |= {str(group.group_name): axes for (axes, _), group in mesh._groups.items()}
+    known |= {
+        str(group.group_name): axes
+        for (axes, purpose), group in mesh._groups.items()
+        if purpose == "collectives"
+    }
     world = dist.group.WORLD
     if world is not None and world.size() == mesh.device_mesh.size():
         known.setdefault(str(world.group_name), mesh.axis_names)

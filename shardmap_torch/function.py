@@ -21,7 +21,6 @@ from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.torch_private.engine import CtxWithSavedTensors, are_transforms_active
 from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.ops.groups import RefusingUnseen
 
 _BACKWARD: Final = ("backward", "vjp", "jvp")
 
@@ -188,7 +187,7 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(ctx, *args)
         # The needed gradients may differ from one backward to the next, and so may its operations.
         again = scope.rerun((method.__name__, ctx.needs_input_grad, *[g is None for g in args]))
-        with enter_scope(again), _refusing_unseen(scope):
+        with enter_scope(again), _seeing(scope):
             gradients = method(ctx, *args)
         again.end()
         return gradients
@@ -196,17 +195,9 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
     return entering
 
 
-def _refusing_unseen(scope: Scope) -> AbstractContextManager[object]:
-    """Refuses what a second derivative would miss, where groups of axes are those of processes.
-
-    A check sees the torch functions that a backward calls, such as those that take a rank's part.
-    """
-    if is_checker(scope.backend):
-        return scope.backend.seeing()
-    is_own = scope.backend.mesh.device_mesh is None
-    if is_own or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return nullcontext()
-    return RefusingUnseen()
+def _seeing(scope: Scope) -> AbstractContextManager[object]:
+    """Has a check see the functions of torch that a backward calls, as those that take a part."""
+    return scope.backend.seeing() if is_checker(scope.backend) else nullcontext()
 
 
 class _Batched(torch.autograd.Function):

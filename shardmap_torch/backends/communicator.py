@@ -22,11 +22,16 @@ from shardmap_torch.control.start import current, peers
 from shardmap_torch.control.waiting import is_done
 from shardmap_torch.core.storage import is_spare
 from shardmap_torch.core.torch_private.engine import c10d
+from shardmap_torch.core.torch_private.world import METHODS, Aside
 
-# Methods of the group, called as torch's functions do, whose argument checks cost as much again.
-_GROUP: Final[Any] = dist.ProcessGroup
-_ALL_GATHER: Final = _GROUP.all_gather_single
-_REDUCE_SCATTER: Final = _GROUP.reduce_scatter_single
+# Methods of the group, called as torch's functions do, whose argument checks cost as much again,
+# and as torch has them: in a body those of the class call the typed collectives.
+_ALL_GATHER: Final = METHODS["all_gather_single"]
+_REDUCE_SCATTER: Final = METHODS["reduce_scatter_single"]
+_REDUCE: Final = METHODS["allreduce"]
+_EXCHANGE: Final = METHODS["alltoall_base"]
+_SEND: Final = METHODS["send"]
+_RECEIVE: Final = METHODS["recv"]
 
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -68,7 +73,7 @@ class Wire:
         """Starts `reduce`; returns what waits for its result."""
         # all_reduce works in place, and the body's tensor must not change.
         y = x if is_spare(x) else x.clone(memory_format=torch.contiguous_format)
-        return self._waiting(self.group.allreduce([y], _REDUCE_OPTIONS[op]), y)
+        return self._waiting(_REDUCE(self.group, [y], _REDUCE_OPTIONS[op]), y)
 
     def gather(self, x: Tensor) -> Tensor:
         """Stacks all ranks' values along a new leading dim."""
@@ -120,9 +125,7 @@ class Wire:
     ) -> Callable[[], Tensor]:
         x = x.contiguous()
         out = x.new_empty(shape)
-        return self._waiting(
-            self.group.alltoall_base(out, x, receive, send, _EXCHANGE_OPTIONS), out
-        )
+        return self._waiting(_EXCHANGE(self.group, out, x, receive, send, _EXCHANGE_OPTIONS), out)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         """Sends each pair's first rank's value to its second; zeros where none arrives."""
@@ -134,14 +137,18 @@ class Wire:
         out = torch.empty_like(x) if receives else torch.zeros_like(x)
         works = [dist.P2POp(dist.irecv, out, group=self.group, group_peer=r) for r in receives]
         works += [dist.P2POp(dist.isend, x, group=self.group, group_peer=r) for r in sends]
-        for work in dist.batch_isend_irecv(works) if works else []:
+        with Aside():
+            begun = dist.batch_isend_irecv(works) if works else []
+        for work in begun:
             work.wait()
         return out
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Returns the value of rank `source`."""
         y = x.clone(memory_format=torch.contiguous_format)
-        self._wait(dist.broadcast(y, group=self.group, group_src=source, async_op=True))
+        with Aside():
+            work = dist.broadcast(y, group=self.group, group_src=source, async_op=True)
+        self._wait(work)
         return y
 
     def _waiting(self, work: dist.Work, out: Tensor) -> Callable[[], Tensor]:
@@ -292,8 +299,8 @@ class GlooWire(Wire):
         group = self.group
         others = [(self.rank + hops) % self.size for hops in range(1, self.size)]
         # A receive that is announced late comes after what this rank sends.
-        works = [group.recv([theirs[r]], r, _TAG) for r in others if r in theirs]
-        works += [group.send([mine[r]], r, _TAG) for r in others if r in mine]
+        works = [_RECEIVE(group, [theirs[r]], r, _TAG) for r in others if r in theirs]
+        works += [_SEND(group, [mine[r]], r, _TAG) for r in others if r in mine]
         if self.rank in theirs:
             theirs[self.rank].copy_(mine[self.rank])
 

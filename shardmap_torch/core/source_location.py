@@ -22,7 +22,9 @@ import typing_extensions
 
 from shardmap_torch.errors import ShardMapError
 
-_HERE: Final = Path(__file__).resolve().parents[2]
+_HERE: Final = Path(__file__).absolute().parents[2]
+"""As code objects name it: a path with symlinks stays one."""
+
 _OWN: Final = (
     *(str(_HERE / name) + "/" for name in ("shardmap_torch", "ops", "kernels")),
     *(str(Path(package.__file__ or "").parent) + "/" for package in (torch, optree)),

@@ -30,6 +30,8 @@ from shardmap_torch.errors import CollectiveError
 from shardmap_torch.lax.collectives import (
     all_gather,
     all_to_all,
+    axis_index,
+    axis_size,
     pbroadcast,
     pcast,
     pmax,
@@ -60,7 +62,6 @@ from shardmap_torch.lax.slicing import (
     dynamic_update_slice,
     dynamic_update_slice_in_dim,
 )
-from shardmap_torch.ops import axis_index, axis_size
 
 __all__ = [
     "all_gather",

@@ -229,6 +229,32 @@ def pswapaxes(
     return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups, src=src)
 
 
+def axis_index(axis_name: Axis) -> Tensor:
+    """Returns this rank's position along an axis: `shardmap_torch.axis_index`, by JAX's argument.
+
+    Example:
+        >>> from shardmap_torch import P, lax, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: x + lax.axis_index("tp")
+        >>> shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(torch.zeros(4))
+        tensor([0., 0., 1., 1.])
+    """
+    return ops.axis_index(axis_name)
+
+
+def axis_size(axis_name: Axis) -> int:
+    """Returns the number of ranks of an axis: `shardmap_torch.axis_size`, by JAX's argument.
+
+    Example:
+        >>> from shardmap_torch import P, lax, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("tp",), kind="simulated")
+        >>> f = lambda x: x / lax.axis_size("tp")
+        >>> shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(torch.ones(2))
+        tensor([0.5000, 0.5000])
+    """
+    return ops.axis_size(axis_name)
+
+
 def ppermute(x: X, axis_name: Axis, perm: Sequence[tuple[int, int]], *, src: Source = None) -> X:
     """Sends the value of rank s to rank t for every pair (s, t) of `perm`; others get zeros.
 

@@ -43,7 +43,7 @@ _FACTORIES: Final = (
 ).split()
 _READS: Final = (
     "item bool float int index equal allclose is_nonzero size dim ndimension numel nelement stride "
-    "is_floating_point is_complex len get_device element_size is_contiguous hash repr format str "
+    "is_floating_point is_complex len get_device element_size is_contiguous hash repr str "
     "get set delete backward register_hook retain_grad requires_grad type result_type"
 ).split()
 _WRITES: Final = (

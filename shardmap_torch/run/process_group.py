@@ -19,6 +19,7 @@ from shardmap_torch.mesh import Mesh
 from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.layouts import automatic_axes
 from shardmap_torch.mixing.run import entry_specs, run_shared
+from shardmap_torch.ops.asking import ANSWERING
 from shardmap_torch.run.agree import number
 from shardmap_torch.run.drawing import Drawing, agreed
 from shardmap_torch.run.recorded.recordings import run_process, serves
@@ -126,4 +127,5 @@ def _backend_of(mesh: Mesh) -> ProcessGroupBackend:
 @constant
 def _make_backend(mesh: Mesh) -> None:
     if mesh._state.backend is None:
+        ANSWERING.begin()
         mesh._state.backend = ProcessGroupBackend(mesh)

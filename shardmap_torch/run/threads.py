@@ -111,8 +111,8 @@ class _Ranks:
         rendezvous = Rendezvous(mesh)
         self.backends = [ThreadBackend(mesh, rank, rendezvous) for rank in range(mesh.size)]
         watch = Untouched(self.call, self.leaves[0])
-        with ANSWERING:
-            self.results = rendezvous.run(self._body)
+        ANSWERING.begin()
+        self.results = rendezvous.run(self._body)
         watch.check()
         self._reject_different()
         self.joined = self.results[0].match.crossing
@@ -211,7 +211,7 @@ class _Ranks:
             with backward_in(Scope(self.backends[rank], self.call.bound)):
                 return torch.autograd.grad(ys, into, gs, retain_graph=True, allow_unused=True)
 
-        with self.call.separate() as wrap, ANSWERING:
+        with self.call.separate() as wrap:
             pulled = rendezvous.run(wrap(pull))
         gradients: list[Tensor | None] = [None] * (len(self.specs) + len(self.closures))
         for k, i in enumerate(differentiable):

@@ -76,8 +76,10 @@ def run(call: Call) -> Tree:
     watch = Untouched(call, operands[: len(call.crossing)])
     sizes = {axis: call.mesh.shape[axis] for axis in axes}
     traced = torch.compiler.is_dynamo_compiling()
-    quietly, answering = (nullcontext(),) * 2 if traced else (_silent_fallbacks(), ANSWERING)
-    with nullcontext() if is_checked(call) else RefusingDropped(call.name), quietly, answering:
+    if not traced:
+        ANSWERING.begin()
+    quietly = nullcontext() if traced else _silent_fallbacks()
+    with nullcontext() if is_checked(call) else RefusingDropped(call.name), quietly:
         stacked = _nest(body, sizes, batching)(*operands)
     watch.check()
     result = results[0]

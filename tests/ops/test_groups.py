@@ -141,13 +141,14 @@ class Body:
         return outs[1]
 
     def functional_overwritten(self, x: Tensor) -> Tensor:
+        """Writes into what has been gathered: the result is there when the call returns."""
         own = x * 2
         found: Tensor = functional.all_gather_tensor(own, 0, self.group)
         own.zero_()
         return found * 2
 
     def functional_reused(self, x: Tensor) -> Tensor:
-        """Writes into what torch has copied."""
+        """Writes into what has been summed."""
         own = x.sum()
         found: Tensor = functional.all_reduce(own, "sum", self.group)
         own.zero_()
@@ -227,6 +228,10 @@ def dense(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     return torch.relu(x @ w1) @ w2
 
 
+def double(x: Tensor) -> Tensor:
+    return x * 4
+
+
 Program = tuple[Callable[[Body], Any], tuple[Tensor, ...], Any, Any, Callable[..., Any], Any]
 SWAPPED: Final = [0, 2, 1, 3]
 PROGRAMS: Final[dict[str, Program]] = {
@@ -245,6 +250,7 @@ PROGRAMS: Final[dict[str, Program]] = {
 FUNCTIONAL: Final[dict[str, Program]] = {
     "sum": (lambda b: b.functional_sum, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
     "result": (lambda b: b.functional_result, (X,), P("tp"), P(), lambda x: x.sum(), "global"),
+    "overwritten": (lambda b: b.functional_overwritten, (X,), P("tp"), P(), double, "global"),
     "reused": (lambda b: b.functional_reused, (X,), P("tp"), P(), lambda x: x.sum() * 2, "global"),
     "gather": (lambda b: b.functional_gather, (X,), P("tp"), P(), lambda x: x * 2, "global"),
     "scatter": (
@@ -265,6 +271,10 @@ FUNCTIONAL: Final[dict[str, Program]] = {
     ),
     "step": (lambda b: b.functional_step, (W[:, 0], X), (P(), P("tp")), P(), one_step, True),
 }
+SEEN_ONCE: Final = (
+    "all_reduce of torch.distributed is called on a tensor that needs a gradient, and autograd "
+    "does not see the call. Use shardmap_torch.all_reduce, or detach it."
+)
 EARLY: Final = (
     "read = total * 2 uses what a call of torch.distributed writes, which has not been waited for."
     "\nFix: call wait() first on what async_op=True returns."
@@ -276,13 +286,11 @@ WRONG: Final[dict[str, tuple[Callable[[Body], Any], tuple[Tensor, ...], Any, str
     "early": (lambda b: b.early, (X,), P("tp"), EARLY),
     "never": (lambda b: b.never, (X,), P("tp"), "uses what a call of torch.distributed writes"),
     "overwritten": (lambda b: b.overwritten, (X,), P("tp"), LENT),
-    "functional": (lambda b: b.functional_overwritten, (X,), P("tp"), LENT),
     "differentiated": (
         lambda b: b.differentiated,
         (X,),
         P("tp"),
-        "all_reduce of torch.distributed is called on a tensor that needs a gradient, and autograd "
-        "does not see the call. Use shardmap_torch.all_reduce, or detach it.",
+        SEEN_ONCE,
     ),
 }
 
@@ -378,12 +386,6 @@ def assert_differentiated_once(body: Body, mesh: Mesh) -> None:
         assert str(caught.value).splitlines()[0] == SEEN_ONCE
 
 
-SEEN_ONCE: Final = (
-    "c10d::allreduce_ of torch.distributed is called in a backward that is differentiated again, "
-    "and autograd does not see the call. Use a function of shardmap_torch in its place."
-)
-
-
 def assert_a_form_for_transforms_is_refused(body: Body, mesh: Mesh) -> None:
     """Under torch.func it would run without a scope, and a second derivative would be wrong."""
 
@@ -444,21 +446,7 @@ def test_what_is_not_typed_says_so() -> None:
         dist.all_gather_into_tensor(y, x, group=group)
         return y
 
-    def functional_broadcast(x: Tensor) -> Tensor:
-        found: Tensor = functional.broadcast(x, 0, group)
-        return found
-
-    def differentiable(x: Tensor) -> Tensor:
-        found: Tensor = torch.func.grad(lambda x: functional.all_reduce(x.sum(), "sum", group))(x)
-        return found
-
     texts = {
-        functional_broadcast: "broadcast of torch.distributed is called in the body on the group "
-        "of an axis: only all_reduce, all_gather_into_tensor, reduce_scatter_tensor, "
-        "all_to_all_single are typed.",
-        differentiable: "all_reduce of torch.distributed is called on a tensor that needs a "
-        "gradient, and autograd does not see the call. Use shardmap_torch.all_reduce, or detach "
-        "it.",
         product: "all_reduce of torch.distributed: only SUM, AVG, MAX, MIN are typed.",
         uneven: "all_to_all_single of torch.distributed is called in the body with split sizes "
         "[2, 0] and [1, 1], and only equal shares of all rows, 1 each, are typed. Use "

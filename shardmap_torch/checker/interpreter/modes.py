@@ -43,7 +43,7 @@ from shardmap_torch.checker.ir.own_functions import (
     without_rule,
 )
 from shardmap_torch.checker.ir.sizes import as_numbers
-from shardmap_torch.checker.rewrites import distributed, rank_numbers
+from shardmap_torch.checker.rewrites import rank_numbers
 from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.functions import METADATA
 from shardmap_torch.checker.rules.infer import tensors_of
@@ -66,6 +66,7 @@ _LOGGER: Final = logging.getLogger("torch._subclasses.fake_tensor")
 @contextmanager
 def interpreting(interpreter: Interpreter) -> Iterator[None]:
     """Runs the context under both modes, with an empty functorch stack."""
+    ANSWERING.begin()
     with ExitStack() as stack:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -77,12 +78,9 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         # torch would log a user's own error, such as mismatching shapes, in addition.
         stack.enter_context(Setting(_LOGGER, disabled=True))
         stack.enter_context(
-            watching_functions(
-                interpreter.needs_ranks, partial(uncommitted, interpreter), distributed.applied
-            )
+            watching_functions(interpreter.needs_ranks, partial(uncommitted, interpreter))
         )
         stack.enter_context(guarding_generator_state())
-        stack.enter_context(ANSWERING)
         interpreter.begin()
         stack.callback(interpreter.forget_nodes)
         stack.enter_context(running(interpreter))

@@ -136,10 +136,6 @@ class Operations(UncompiledMode):
                 "call functions are not interpreted.\nFix: branch on x.item(), of which both "
                 "branches are checked, write the loop in Python, or use torch.where."
             )
-        if func.namespace in distributed.NAMESPACES:
-            out = distributed.typed_call(func, args, self)
-            if out is not NotImplemented:
-                return out
         return _interpret(self._interpreter, func, args, kwargs, found)
 
 

@@ -167,7 +167,6 @@ def takes_vmap(function: type) -> bool:
 
 
 Made: TypeAlias = Callable[[type[Function], Sequence[Any], Any], Any]
-Instead: TypeAlias = Callable[[type[Function], tuple[Any, ...]], Any]
 
 
 # ----------------------------------------------------------------------- Functions, watched
@@ -177,7 +176,7 @@ class _Watch(threading.local):
     """Thread-local listener for the functions that this thread applies."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[Callable[[str | None], None], Made, Instead]] = []
+        self.stack: list[tuple[Callable[[str | None], None], Made]] = []
         self.seen: list[type] = []  # those whose `apply` has reported
 
 
@@ -253,10 +252,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return keeping.apply(*args, **kwargs)
     if not _WATCH.stack:
         return apply(*args, **kwargs)
-    found, made, instead = _WATCH.stack[-1]
-    replaced = instead(cls, args)
-    if replaced is not NotImplemented:
-        return replaced
+    found, made = _WATCH.stack[-1]
     found(without_rule(cls))
     _WATCH.seen.append(cls)
     try:
@@ -280,7 +276,7 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
     is_reported = not _WATCH.stack or cls in _WATCH.seen or not issubclass(cls, Function)
     if is_reported or are_transforms_active():
         return forward
-    found, made, _ = _WATCH.stack[-1]
+    found, made = _WATCH.stack[-1]
     found(without_rule(cls))
     has_context = cls.setup_context is Function.setup_context
 
@@ -316,13 +312,10 @@ def _set_forward(cls: Any, value: Any) -> None:
 
 
 @contextmanager
-def watching_functions(
-    found: Callable[[str | None], None], made: Made, instead: Instead
-) -> Iterator[None]:
+def watching_functions(found: Callable[[str | None], None], made: Made) -> Iterator[None]:
     """Calls `found` with the name of each function without a form for vmap that is applied in here.
 
-    `made` gets each function, its arguments and its results, and gives what to return for these;
-    `instead` is called in place of a function unless it returns NotImplemented.
+    `made` gets each function, its arguments and its results, and gives what to return for these.
 
     `Function.apply` is no function that modes of torch see, and users keep it under names of their
     own; so a method is put between it and what it calls, and taken away again.
@@ -330,7 +323,7 @@ def watching_functions(
     with _LOCK:
         _begin()
         _watch_forward(1)
-    _WATCH.stack.append((found, made, instead))
+    _WATCH.stack.append((found, made))
     try:
         yield
     finally:

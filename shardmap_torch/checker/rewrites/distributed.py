@@ -1,128 +1,25 @@
-"""Calls of torch.distributed in a body.
+"""Calls of torch.distributed in a body that are not typed, which `ops.groups` does by itself.
 
-On the group of an axis they are interpreted as typed collectives, by the methods of `AxisGroup`: on
-processes functional ones end in an operator, which is replaced here. What other calls do to types
-and gradients nobody can tell: their error names the function to use.
+What they do to types and gradients nobody can tell: their error names the function to use.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor
-from torch.autograd import Function
 
-from shardmap_torch.checker.ir.own_functions import rejects_transforms
-from shardmap_torch.collectives.scope import current_scope, scope_of
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.torch_private.engine import OpOverload, current_autograd_node
-from shardmap_torch.core.torch_private.engine import differentiable_collectives as differentiable
 from shardmap_torch.errors import ShardMapError, ShardTypeError
-from shardmap_torch.ops.groups import FUNCTIONAL, AxisGroup, group_axes
 
 NAMESPACES: Final = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
 )
 """Namespaces of the operators that torch.distributed's functions call."""
-
-
-OPERATORS: Final = (
-    *(getattr(torch.ops._c10d_functional, name) for name in FUNCTIONAL),
-    torch.ops._c10d_functional_autograd.all_gather_into_tensor,
-    torch.ops._c10d_functional_autograd.reduce_scatter_tensor,
-    torch.ops._c10d_functional_autograd.all_to_all_single,
-)
-"""Functional collectives, as torch's functions call them."""
-
-
-def typed_call(
-    op: OpOverload, args: tuple[Any, ...], context: AbstractContextManager[object]
-) -> Any:
-    """Interprets a functional collective of torch.distributed under the mode `context`.
-
-    Returns NotImplemented for other operators, and for groups that are not those of axes.
-
-    Raises:
-        CollectiveError: a gradient flows through the tensors; or the backward of a plain Function
-            calls it, which then runs as a `Function`.
-    """
-    called = op._schema.name
-    if called == "_c10d_functional::wait_tensor":
-        return args[0]  # of a typed call: others have been refused
-    if not called.startswith("_c10d_functional::") or called.split("::")[1] not in FUNCTIONAL:
-        return NotImplemented
-    with context:
-        return functional(called, *args)
-
-
-def functional(called: str, x: Tensor, *rest: Any) -> Any:
-    """Calls a functional collective, by its operator's name; the last argument names its group."""
-    scope = current_scope()
-    if scope is None:  # torch.func would apply a Function that it takes without a scope
-        if not rejects_transforms(current_autograd_node()):
-            return NotImplemented
-        scope = scope_of(called.split("::")[1], ())  # raises
-    axes = group_axes(scope.backend.mesh, rest[-1])
-    if axes is None:
-        return NotImplemented
-    return AxisGroup(scope.backend.mesh, axes).functional(called, x, *rest[:-1])
-
-
-# -------------------------------------------------------------------------------- differentiable
-
-
-def _group_of(group: Any) -> AxisGroup | None:
-    """Returns the group of axes that a Function gets; None is that of all."""
-    scope = current_scope()
-    if scope is None or isinstance(group, AxisGroup):
-        return group if scope is not None else None
-    mesh = scope.backend.mesh
-    if group is None:
-        return AxisGroup(mesh, mesh.axis_names)
-    axes = group_axes(mesh, str(group.group_name))
-    return None if axes is None else AxisGroup(mesh, axes)
-
-
-Call = tuple[str, Any, Tensor, tuple[Any, ...]]
-"""The name of the collective, the group, the operand and what else there is."""
-
-_FUNCTIONS: Final[Mapping[Any, Callable[..., Call]]] = MappingProxyType(
-    {
-        differentiable._AllReduce: lambda op, group, x: ("all_reduce", group, x, (op,)),
-        differentiable._AllGather: lambda group, x: ("all_gather", group, x, ()),
-        differentiable._AlltoAll: lambda group, out, *xs: (
-            *("all_to_all", group, torch.stack(xs)),
-            (),
-        ),
-        differentiable._Reduce_Scatter: lambda op, group, out, *xs: (
-            *("reduce_scatter", group, torch.stack(xs)),
-            (op,),
-        ),
-        differentiable._AlltoAllSingle: lambda group, out, received, sent, x: (
-            *("all_to_all_single", group, x),
-            (received or [], sent or []),
-        ),
-    }
-)
-"""Functions of `torch.distributed.nn.functional`, which run torch's own code outside of checks."""
-
-
-def applied(function: type[Function], args: tuple[Any, ...]) -> Any:
-    """Interprets a Function of `torch.distributed.nn.functional`; NotImplemented for others."""
-    read = _FUNCTIONS.get(function)
-    if read is None:
-        return NotImplemented
-    name, given, x, rest = read(*args)
-    group = _group_of(given)
-    return NotImplemented if group is None else group.differentiable(name, x, *rest)
-
-
-# ------------------------------------------------------------------------------- refused
 
 _GROUP: Final = ", or pass it group=axis_group(mesh, axis), with which it is typed"
 _FUNCTION: Final = ", and derive {} from shardmap_torch.Function, whose backward is typed"

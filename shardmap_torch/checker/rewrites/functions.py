@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rewrites.copies import Host
 from shardmap_torch.core.autocasting import autocast_state
 from shardmap_torch.core.torch_private.engine import (
@@ -471,16 +470,6 @@ def bilinear(host: Host, input1: Any, input2: Any, weight: Any, bias: Any = None
     return products if bias is None else products + bias
 
 
-def functional_form(operator: Any) -> Rewrite:
-    """Makes the rewrite of a functional collective, of which autograd sees no more than that."""
-
-    def call(host: Host, x: Tensor, *args: Any) -> Any:
-        """Calls it, if its group is that of axes."""
-        return distributed.functional(operator._qualified_op_name, x, *args)
-
-    return call
-
-
 REWRITES: Final[Mapping[Any, Rewrite]] = {
     Tensor.__getitem__: read,
     Tensor.__setitem__: write,
@@ -508,7 +497,6 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     functional.cross_entropy: cross_entropy,
     functional.linear_cross_entropy: linear_cross_entropy,
     **dict.fromkeys((torch.narrow, Tensor.narrow), narrow),
-    **{operator: functional_form(operator) for operator in distributed.OPERATORS},
 }
 
 
