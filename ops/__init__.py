@@ -5,10 +5,10 @@ Each function checks its arguments and issues rows of `shardmap_torch.collective
 
 from inspect import signature
 
+from shardmap_torch.ops.asking import axis_group
 from shardmap_torch.ops.body import axis_index, axis_size
 from shardmap_torch.ops.cast import convert, redistribute, reinterpret
 from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
-from shardmap_torch.ops.groups import axis_group
 from shardmap_torch.ops.permute import ppermute, shift
 from shardmap_torch.ops.ragged import ragged_all_to_all
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter

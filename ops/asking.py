@@ -5,21 +5,25 @@ and while a body is checked its rank is not the one of this process. So in such 
 questions are answered here. Its collectives run as the typed ones in all bodies, on processes too.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.torch_private.world import Answering, World
 from shardmap_torch.errors import CollectiveError
-from shardmap_torch.mesh import Mesh
+from shardmap_torch.mesh import Mesh, as_mesh
+from shardmap_torch.ops.arguments import Axis
 from shardmap_torch.ops.groups import (
     REFUSED,
     AxisGroup,
+    asked_rank,
     asked_scope,
     group_axes,
     own_group,
@@ -43,23 +47,39 @@ def _is_checked(scope: Scope) -> bool:
     return is_checker(scope.backend)
 
 
-def _rank_along(scope: Scope, axes: tuple[str, ...]) -> Any:
-    """Returns the position of the rank whose body asks; an error where all run as one program."""
-    rank, mesh = scope.backend.rank_along(axes), scope.backend.mesh
-    if rank is None and mesh.num_ranks(axes) > 1:
-        raise CollectiveError(
-            "The body asks for its rank, a number, and here all ranks run it as one program. Use "
-            "axis_index(axis), a tensor that varies, or let a spec or convert(x, axis, src=R, "
-            "dst=V, dim=0) take this rank's part."
-        )
-    return 0 if rank is None else rank
-
-
 def _axes_of(mesh: Mesh, group: Any) -> tuple[str, ...] | None:
     if isinstance(group, AxisGroup):
         return group.axes
     is_group = isinstance(group, ProcessGroup)
     return group_axes(mesh, str(group.group_name)) if is_group else None
+
+
+def _asked_of() -> AxisGroup | None:
+    """Returns the group of axes that a function of torch is asked about outside of a body.
+
+    A constructor asks so, on the group of one rank; torch would look for it among its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return None
+        if frame.f_globals is vars(distributed_c10d):
+            group = frame.f_locals.get("group", frame.f_locals.get("pg"))
+            if isinstance(group, AxisGroup):
+                return group
+        frame = frame.f_back
+    return None
+
+
+_DEPTH: Final = 7
+"""Frames between this module and a function of torch that asks for groups."""
+
+_OUTSIDE: Final[Mapping[str, Callable[[AxisGroup], Any]]] = {
+    "pg_group_ranks": lambda group: {at: at for at in range(group.size())},
+    "pg_map": lambda group: ("undefined", None),
+    "pg_names": lambda group: group.group_name,
+}
+"""What torch's tables say of a group of axes where no body runs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +102,13 @@ class _Members(Mapping[Any, Any]):
         self._scope, self._backend, self._axes = scope, scope.backend, axes
 
     def _own(self) -> Any:
-        return _rank_along(self._scope, self._backend.mesh.axis_names)
+        return asked_rank(self._scope, self._backend.mesh.axis_names)
 
     def __getitem__(self, rank: Any) -> Any:
         """Returns the position of a rank, also of one that differs by rank."""
         mesh, own = self._backend.mesh, self._own()
         if getattr(rank, "values", rank) == getattr(own, "values", own):  # this rank's
-            return _rank_along(self._scope, self._axes)
+            return asked_rank(self._scope, self._axes)
         place, others = mesh.coordinates(rank), mesh.coordinates(own)
         apart = [a for a in mesh.axis_names if a not in self._axes and place[a] != others[a]]
         if apart:
@@ -157,14 +177,19 @@ class _Answers(World):
     def world(self, known: Any) -> Any:
         """Returns the group of all ranks of the mesh."""
         scope = _asking()
-        if scope is None or scope.backend.mesh.device_mesh is not None:
+        if scope is None:
+            return _asked_of() or known
+        if scope.backend.mesh.device_mesh is not None:
             return known
         return AxisGroup(scope.backend.mesh, scope.backend.mesh.axis_names)
 
     def groups(self, table: str, known: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Returns a table with the groups of axes."""
         scope = _asking()
-        return known if scope is None else _Groups(scope, table, known)
+        if scope is not None:
+            return _Groups(scope, table, known)
+        group = _asked_of()
+        return known if group is None else {group: _OUTSIDE[table](group)}
 
     def rank(self, group: Any) -> Any:
         """Returns the position in torch's group of axes, of a body that is checked."""
@@ -178,7 +203,7 @@ class _Answers(World):
                 f"{scope.backend.mesh}. Use axis_index(axis), a tensor that varies, or "
                 "axis_group(mesh, axis).rank()."
             )
-        return _rank_along(scope, axes)
+        return asked_rank(scope, axes)
 
     def size(self, group: Any) -> int | None:
         """Returns the number of ranks of torch's group of axes, on the mesh of the body."""
@@ -208,7 +233,7 @@ class _Answers(World):
         names = mesh.mesh_dim_names
         if scope is None or names is None or not {*names} <= {*scope.backend.mesh.axis_names}:
             return None
-        return [_rank_along(scope, (axis,)) for axis in names]
+        return [asked_rank(scope, (axis,)) for axis in names]
 
     def variable(self, name: str) -> str | None:
         """Returns a variable of the environment."""
@@ -220,7 +245,7 @@ class _Answers(World):
         mesh = scope.backend.mesh
         if name in _SIZES:
             return str(mesh.size) if mesh.device_mesh is None else None
-        rank: Any = 0 if name == "GROUP_RANK" else _rank_along(scope, mesh.axis_names)
+        rank: Any = 0 if name == "GROUP_RANK" else asked_rank(scope, mesh.axis_names)
         if _is_checked(scope) and type(rank) is not int:
             rank.refuse(
                 f"{name} of the environment is text, which cannot differ by rank.",
@@ -234,3 +259,56 @@ _MESSAGES: Final = ("send", "recv", "barrier")
 
 ANSWERING: Final = Answering(_Answers())
 """Answers bodies about their own ranks, and runs torch's collectives as ours, once it has begun."""
+
+
+def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> "ProcessGroup | AxisGroup":
+    """Returns the group of `axis`, to be passed to functions of `torch.distributed` in a body.
+
+    With it code that calls `torch.distributed` is checked, and runs, before it is rewritten: on a
+    mesh of processes it is torch's own group, which `mesh.device_mesh.get_group(axis)` returns too;
+    on a simulated or abstract mesh a stand-in. In a body these are typed:
+
+    ========================================= ============================== =====================
+    call                                      as                             types
+    ========================================= ============================== =====================
+    `all_reduce`                              `all_reduce(dst=I)`, in place  Partial→I (MAX: V→I)
+    `all_gather`, `all_gather_into_tensor`    `all_gather(dst=I)` of dim 0   V→I
+    `reduce_scatter`, `reduce_scatter_tensor` `reduce_scatter` of dim 0      Partial→V
+    `all_to_all`, `all_to_all_single`         `all_to_all` of dim 0          V→V
+    `broadcast`                               `broadcast(dst=I)`, in place   V→I
+    `isend` and `irecv` of all ranks          `ppermute`                     V→V
+    ========================================= ============================== =====================
+
+    and `rank()`, `size()`, also as `dist.get_rank(group)`, `dist.get_world_size(group)`. Autograd
+    does not see such a call, so that it is refused on tensors that need a gradient: call it on
+    gradients, under no_grad, or in the forward or backward of a `Function`. Functional collectives
+    of the same names are typed too, and those of `torch.distributed.nn.functional`; with a gradient
+    their results are R. Processes do not compare such calls before they begin.
+
+    Args:
+        mesh: its mesh.
+        axis: an axis name, or several that act as one.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+
+    Source: `torch.distributed.device_mesh.DeviceMesh.get_group`.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from shardmap_torch import P, axis_group, make_mesh, shard_map
+        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
+        >>> group = axis_group(mesh, "dp")
+        >>> @shard_map(mesh=mesh, in_specs=P("dp"), out_specs=P(), check="global")
+        ... def total(x):
+        ...     y = x.sum(0)
+        ...     dist.all_reduce(y, group=group)
+        ...     return y
+        >>> total(torch.arange(8.0).view(4, 2))
+        tensor([12., 16.])
+    """
+    ANSWERING.begin()
+    on = as_mesh(mesh)
+    axes = on.in_order(axis)
+    return AxisGroup(on, axes) if on.device_mesh is None else on.group(axes)

@@ -1,6 +1,7 @@
 """Groups of ranks for code that calls `torch.distributed` itself."""
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -10,22 +11,19 @@ from typing import Any, Final, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope, scope_of
 from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.source_location import call_site
-from shardmap_torch.errors import CollectiveError, ShardTypeError
-from shardmap_torch.mesh import Mesh, as_mesh
-from shardmap_torch.ops.arguments import Axis, X, read_axes
+from shardmap_torch.errors import CollectiveError, ShardMapError, ShardTypeError
+from shardmap_torch.mesh import Mesh
+from shardmap_torch.ops.arguments import X, read_axes
 from shardmap_torch.ops.gather import all_gather, all_to_all, broadcast
 from shardmap_torch.ops.reduce import all_reduce, reduce_scatter
 from shardmap_torch.ops.transfers import transfers_of
 from shardmap_torch.types import AxisType, I, R
-
-Group: TypeAlias = "dist.ProcessGroup | AxisGroup"
 
 _OPS: Final[Mapping[str, str]] = MappingProxyType(
     {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
@@ -80,7 +78,7 @@ REFUSED: Final[Mapping[str, str]] = {
 
 
 class AxisGroup(_ProcessGroup):  # type: ignore[misc]
-    """The process group of mesh axes where ranks are no processes; see `axis_group`.
+    """The process group of mesh axes where ranks are no processes; see `ops.asking.axis_group`.
 
     `torch.distributed` calls these methods, as it calls those of a ProcessGroup, and each calls the
     typed collective.
@@ -123,17 +121,14 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
             CollectiveError: all ranks run as one program, as on a batched mesh.
         """
         scope = asked_scope()
-        if scope is None:
-            return 0
-        rank: int | None = scope.backend.rank_along(self.axes)
-        if rank is None and self.size() > 1:
-            raise CollectiveError(
-                f"rank() of the group of {', '.join(map(repr, self.axes))} is a number, and here "
-                "all ranks run the body as one program. Use axis_index(axis), a tensor that "
-                "varies, or let a spec or convert(x, axis, src=R, dst=V, dim=0) take this rank's "
-                "part."
-            )
-        return 0 if rank is None else rank
+        return 0 if scope is None else asked_rank(scope, self.axes)
+
+    def position(self, rank: int) -> int:
+        """Returns the position of one of all ranks, which belongs to the group."""
+        rest = [axis for axis in self.mesh.axis_names if axis not in self.axes]
+        if self.mesh.device_mesh is None and self.mesh.num_ranks(rest) == 1:
+            return self.mesh.index(self.axes, self.mesh.coordinates(rank))
+        return dist.get_group_rank(self, rank)
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Arriving:
         """Sums a tensor over the ranks, in place."""
@@ -347,6 +342,20 @@ def asked_scope() -> Scope | None:
     return scope
 
 
+def asked_rank(scope: Scope, axes: tuple[str, ...]) -> Any:
+    """Returns the position of the rank whose body asks; an error where all run as one program."""
+    rank, mesh = scope.backend.rank_along(axes), scope.backend.mesh
+    # torch asks for its log where a call has failed: that error is the one to see.
+    is_logged = isinstance(sys.exc_info()[1], ShardMapError)
+    if rank is None and mesh.num_ranks(axes) > 1 and not is_logged:
+        raise CollectiveError(
+            "The body asks for its rank, a number, and here all ranks run it as one program. Use "
+            "axis_index(axis), a tensor that varies, or let a spec or convert(x, axis, src=R, "
+            "dst=V, dim=0) take this rank's part."
+        )
+    return 0 if rank is None else rank
+
+
 def in_backward() -> AbstractContextManager[None]:
     """Returns a context with the scope of the body whose backward runs."""
     scope = asked_scope()
@@ -425,13 +434,6 @@ def _broadcast(x: Tensor, source: int, group: Any) -> Typed:
     return group, [x], lambda group, dst: broadcast(x, group.axes, source, dst=dst)
 
 
-_REFUSED: Final[Mapping[str, Callable[..., Typed]]] = {
-    "_Reduce": _refusing("reduce"),
-    "_Gather": _refusing("gather"),
-    "_Scatter": _refusing("scatter"),
-}
-"""Functions that no type describes."""
-
 _CALLS: Final[Mapping[str, Callable[..., Typed]]] = {
     "all_reduce": _reduce,
     "all_gather_into_tensor": _gather,
@@ -461,9 +463,11 @@ _CALLS: Final[Mapping[str, Callable[..., Typed]]] = {
     "_AlltoAllSingle": lambda group, out, received, sent, x: _exchange(x, received, sent, group),
     "_Broadcast": lambda source, group, x: (
         *(group, [x]),
-        lambda group, dst: broadcast(x, group.axes, dist.get_group_rank(group, source), dst=dst),
+        lambda group, dst: broadcast(x, group.axes, group.position(source), dst=dst),
     ),
-    **_REFUSED,
+    "_Reduce": _refusing("reduce"),
+    "_Gather": _refusing("gather"),
+    "_Scatter": _refusing("scatter"),
 }
 """Functional collectives, and Functions of `torch.distributed.nn.functional`, as they are typed."""
 
@@ -482,8 +486,6 @@ def typed_call(scope: Scope, name: str, args: tuple[Any, ...]) -> Any:
     called = _CALLS.get(name)
     if called is None:
         return NotImplemented
-    if name in _REFUSED and is_checker(scope.backend):
-        return NotImplemented  # the operator that it calls is refused
     group, operands, move = called(*args)
     own = own_group(scope, group)
     if own is None:
@@ -526,58 +528,6 @@ def _read_op(name: str, options: Any) -> Any:
         if op == getattr(dist.ReduceOp, known) or op == known.lower():
             return ours
     raise CollectiveError(f"{name} of torch.distributed: only {', '.join(_OPS)} are typed.")
-
-
-def axis_group(mesh: Mesh | DeviceMesh, axis: Axis) -> Group:
-    """Returns the group of `axis`, to be passed to functions of `torch.distributed` in a body.
-
-    With it code that calls `torch.distributed` is checked, and runs, before it is rewritten: on a
-    mesh of processes it is torch's own group, which `mesh.device_mesh.get_group(axis)` returns too;
-    on a simulated or abstract mesh a stand-in. In a body these are typed:
-
-    ========================================= ============================== =====================
-    call                                      as                             types
-    ========================================= ============================== =====================
-    `all_reduce`                              `all_reduce(dst=I)`, in place  Partial→I (MAX: V→I)
-    `all_gather`, `all_gather_into_tensor`    `all_gather(dst=I)` of dim 0   V→I
-    `reduce_scatter`, `reduce_scatter_tensor` `reduce_scatter` of dim 0      Partial→V
-    `all_to_all`, `all_to_all_single`         `all_to_all` of dim 0          V→V
-    `broadcast`                               `broadcast(dst=I)`, in place   V→I
-    `isend` and `irecv` of all ranks          `ppermute`                     V→V
-    ========================================= ============================== =====================
-
-    and `rank()`, `size()`, also as `dist.get_rank(group)`, `dist.get_world_size(group)`. Autograd
-    does not see such a call, so that it is refused on tensors that need a gradient: call it on
-    gradients, under no_grad, or in the forward or backward of a `Function`. Functional collectives
-    of the same names are typed too, and those of `torch.distributed.nn.functional`; with a gradient
-    their results are R. Processes do not compare such calls before they begin.
-
-    Args:
-        mesh: its mesh.
-        axis: an axis name, or several that act as one.
-
-    Raises:
-        MeshError: the mesh has no such axis.
-
-    Source: `torch.distributed.device_mesh.DeviceMesh.get_group`.
-
-    Example:
-        >>> import torch
-        >>> import torch.distributed as dist
-        >>> from shardmap_torch import P, axis_group, make_mesh, shard_map
-        >>> mesh = make_mesh((2,), ("dp",), kind="simulated")
-        >>> group = axis_group(mesh, "dp")
-        >>> @shard_map(mesh=mesh, in_specs=P("dp"), out_specs=P(), check="global")
-        ... def total(x):
-        ...     y = x.sum(0)
-        ...     dist.all_reduce(y, group=group)
-        ...     return y
-        >>> total(torch.arange(8.0).view(4, 2))
-        tensor([12., 16.])
-    """
-    on = as_mesh(mesh)
-    axes = on.in_order(axis)
-    return AxisGroup(on, axes) if on.device_mesh is None else on.group(axes)
 
 
 def group_axes(mesh: Mesh, name: str) -> tuple[str, ...] | None:

@@ -144,7 +144,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         interpreter.numbers.differ_by_rank = True
         interpreter.needs_ranks("a number that differs by rank")
         self.note_asked(axes)
-        return Asking(interpreter, self.mesh, self.index).rank_along(axes)
+        return Asking(interpreter, self).rank_along(axes)
 
     def reduce_gradient(self, axes: Sequence[str], gradient: Tensor) -> Tensor:
         """Records the all-reduce of an input's gradient that its spec implies; returns its result.

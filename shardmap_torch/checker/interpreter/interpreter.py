@@ -546,6 +546,7 @@ class Interpreter(TypeStore):
             if storage_type is None:
                 own = types[index % len(types)] if types else (K,) * len(self.axes)
                 storage_type = StorageType(own, equation, "", tensor.untyped_storage(), tasks=tasks)
+                storage_type.maker = equation.name
                 storage_type.batched_over = batched_over
                 self.types_by_storage[address] = storage_type
             shape, dtype = metadata_of(tensor)

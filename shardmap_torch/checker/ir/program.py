@@ -49,6 +49,7 @@ class StorageType:
         batched_over: the axes, by position, over which a batched body has it batched,
             independent of its type.
         numbers: numbers of a literal, which are part of the program; empty for others.
+        maker: name of the operation that made its memory; empty for values from outside.
     """
 
     types: Types
@@ -62,6 +63,7 @@ class StorageType:
     written: frozenset[Any] = frozenset()
     batched_over: frozenset[int] = frozenset()
     numbers: str = ""
+    maker: str = ""
 
     def freeze(self, why: str) -> None:
         """Makes it read-only; `why` counts unless it was so before."""

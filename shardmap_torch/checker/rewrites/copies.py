@@ -54,6 +54,9 @@ MAY_COPY: Final = frozenset(
 )
 """Functions whose result may have the memory of their operand."""
 
+_CONTIGUOUS: Final = frozenset("mm addmm bmm baddbmm mv embedding empty zeros ones full".split())
+"""Operations that make contiguous memory, whatever the strides of their operands."""
+
 _Side: TypeAlias = object
 """Tensors that certainly share memory: a storage's address, or a mark of some of its views."""
 
@@ -122,12 +125,14 @@ class Copies:
     def relate(self, host: Host, source: Tensor, out: Tensor) -> Tensor:
         """Notes that a result of `MAY_COPY` may share memory with its operand; returns it.
 
-        Nothing may be written into inputs and closures, so that it does not matter for them.
+        Nothing may be written into inputs and closures, so that it does not matter for them; and
+        what a product has made is contiguous in runs too.
         """
         with host.paused(), DisableTorchFunction():
-            if host.storage_type(source).read_only is not None or (
-                out.is_leaf and out.requires_grad
-            ):
+            storage_type = host.storage_type(source)
+            is_known = storage_type.maker in _CONTIGUOUS and base_of(source).is_contiguous()
+            is_known |= storage_type.read_only is not None
+            if is_known or (out.is_leaf and out.requires_grad):
                 return out
             if out is source:
                 out = source.view_as(source)

@@ -22,7 +22,10 @@ from shardmap_torch.checker.ir.paths import COMPARISONS, AgainError, UnknownNumb
 from shardmap_torch.checker.rewrites import functions
 from shardmap_torch.checker.rewrites.copies import Host
 from shardmap_torch.checker.rewrites.functions import dim_of_part, parts_of, read, write
+from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.cast import convert
 from shardmap_torch.types import I, R, V
@@ -40,11 +43,15 @@ _AS_PART: Final = (
 
 @dataclass(eq=False)
 class Asking:
-    """Makes the numbers of one interpretation; `index` returns an index as a tensor of type V."""
+    """Makes the numbers of one interpretation; the index of its backend is a tensor of type V."""
 
     host: Host
-    mesh: Mesh
-    index: Callable[[tuple[str, ...]], Tensor]
+    backend: Backend
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the body."""
+        return self.backend.mesh
 
     def rank_along(self, axes: tuple[str, ...]) -> "RankNumber":
         """Returns the position along `axes`."""
@@ -56,7 +63,7 @@ class Asking:
                 _AS_TENSOR + ".",
             )
         positions = tuple(range(math.prod(sizes)))
-        return RankNumber(self, axes, positions, lambda: self.index(axes))
+        return RankNumber(self, axes, positions, lambda: self.backend.index(axes))
 
     def reduced(self, number: "RankNumber") -> "RankNumber":
         """Returns the number without axes of several ranks along which it does not differ."""
@@ -69,7 +76,7 @@ class Asking:
                 if values == first * self.mesh.shape[axis]:
                     own = RankNumber(self, rest, tuple(first), number.tensor)
         if len(own.values) > 1 and own.values == tuple(range(len(own.values))):
-            own.tensor = partial(self.index, own.axes)
+            own._tensor = partial(self.backend.index, own.axes)
         return own
 
     def spread(self, number: Any, axes: tuple[str, ...]) -> list[Any]:
@@ -91,10 +98,8 @@ class RankNumber(UnknownNumber):
     """A number that differs by rank, known on each.
 
     Attributes:
-        asking: makes such numbers.
         axes: along which it differs, in mesh order.
         values: its values, the first axis major.
-        tensor: makes the tensor of type V that has them.
     """
 
     def __init__(
@@ -105,8 +110,29 @@ class RankNumber(UnknownNumber):
         tensor: Callable[[], Tensor],
     ) -> None:
         """Keeps these."""
-        self.asking, self.axes, self.values, self.tensor = asking, axes, values, tensor
+        self._asking, self.axes, self.values, self._tensor = asking, axes, values, tensor
         self.number_type = type(values[0])
+
+    @property
+    def asking(self) -> Asking:
+        """What makes such numbers.
+
+        Raises:
+            ShardTypeError: the check that has made this one is over: the user's code has kept it.
+        """
+        scope = current_scope()
+        if scope is None or scope.backend is not self._asking.backend:
+            raise ShardTypeError(
+                f"A rank that a body has asked for is used after its check, at {call_site()}: it "
+                "is kept from one call to the next, as functools.cache does, and each rank has "
+                "its own.\nFix: ask in each call, by a function that caches nothing."
+            )
+        return self._asking
+
+    def tensor(self) -> Tensor:
+        """Makes the tensor of type V that has the values."""
+        assert self.asking
+        return self._tensor()
 
     def combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
         """Computes on each rank."""
@@ -156,7 +182,7 @@ class RankNumber(UnknownNumber):
 
     def refuse(self, what: str, advice: str) -> NoReturn:
         """Refuses a use of it that would make the programs of ranks differ."""
-        self.asking.host.numbers.branches.refuse(
+        self._asking.host.numbers.branches.refuse(
             what, (advice or f"{_AS_PART}, or {_AS_TENSOR}") + "."
         )
 

@@ -146,7 +146,7 @@ class Answering:
         """Returns what asks the world, and then what torch has held."""
         world = self._world
         if name == "apply":
-            return partial(self._called, owner.__name__, super(owner, owner).apply)
+            return partial(self._called, owner.__name__, _base_apply(owner))
         held = vars(owner)[name]
         if name == "_op":
             return _Operator(held, partial(self._called, owner.__name__.split(".")[0], held))
@@ -154,8 +154,6 @@ class Answering:
 
             def known(own: Any) -> Any:
                 found = held.fget(own)
-                if not _in_body():
-                    return found
                 return world.world(found) if name == "WORLD" else world.groups(name, found)
 
             return property(known, held.fset)
@@ -204,6 +202,10 @@ class _Operator:
 
     def __eq__(self, other: object) -> bool:
         return bool(self.held == getattr(other, "held", other))
+
+
+def _base_apply(function: Any) -> Any:
+    return super(function, function).apply
 
 
 def _in_body() -> bool:

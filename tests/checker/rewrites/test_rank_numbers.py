@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -25,6 +26,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.checker.rewrites.rank_numbers import Asking, RankNumber
+from shardmap_torch.collectives.scope import Scope, enter_scope
 from tests.programs.support.everywhere import KINDS, run_on, same
 from tests.support.pool import Gloo
 
@@ -233,7 +235,7 @@ ASKED: Final = "The body asks for its rank, a number, and here all ranks run it"
 @pytest.mark.parametrize(
     ("ask", "asked"),
     [
-        (dist.get_rank, "rank() of the group of 'tp' is a number, and here all ranks run the body"),
+        (dist.get_rank, ASKED),
         (dist.get_node_local_rank, ASKED),
         (lambda: int(os.environ.get("RANK", "0")), ASKED),
     ],
@@ -264,7 +266,8 @@ TREES: Final = st.recursive(
 def test_arithmetic_is_done_for_each_rank(tree: Any) -> None:
     mesh = make_mesh((2, 3), ("dp", "tp"), kind="abstract")
     nobody: Any = None  # nothing is refused
-    asking: Any = Asking(nobody, mesh, lambda axes: torch.zeros(()))
+    backend: Any = SimpleNamespace(mesh=mesh, index=lambda axes: torch.zeros(()))
+    asking: Any = Asking(nobody, backend)
     axes = {"dp": ("dp",), "tp": ("tp",), "both": ("dp", "tp")}
 
     def evaluate(tree: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -282,7 +285,8 @@ def test_arithmetic_is_done_for_each_rank(tree: Any) -> None:
         expected = list(map(on, range(mesh.size)))
     except ZeroDivisionError:
         return
-    found = evaluate(tree, lambda x: asking.rank_along(axes[x]) if x in axes else x)
+    with enter_scope(Scope(backend, frozenset(mesh.axis_names))):
+        found = evaluate(tree, lambda x: asking.rank_along(axes[x]) if x in axes else x)
     assert asking.spread(found, mesh.axis_names) == expected
     if type(found) is RankNumber:  # it keeps only axes along which it differs, or the last one
         assert len(found.axes) == 1 or len(set(expected)) > 1

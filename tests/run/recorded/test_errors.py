@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardmap_torch import (
@@ -60,12 +59,6 @@ def sent(x: Tensor) -> Tensor:
     return ragged_all_to_all(x[:2], "tp", send_sizes=sizes, length=4)[0]
 
 
-def distributed(x: Tensor) -> Tensor:
-    y = x * 2
-    dist.all_reduce(y)
-    return y
-
-
 HERE: Final = "test_errors.py:{}: {}"
 OUT: Final = "leave replay=True out."
 TEXTS: Final = {
@@ -99,10 +92,6 @@ ON_PROCESSES: Final = {
         'ragged_all_to_all(x[:2], "tp", send_sizes=sizes, length=4)[0]), which later calls would '
         "not do again. Send equally many to each rank by all_to_all, or "
     ),
-    distributed: (
-        "and the body communicates by c10d.allreduce_.default (dist.all_reduce(y)), past the "
-        "collectives of shardmap_torch. Call these, or "
-    ),
 }
 
 
@@ -126,7 +115,7 @@ def test_an_error_says_what_where_and_what_to_do(body: Callable[..., Any]) -> No
 
 def on_processes(mesh: Mesh) -> None:
     for body, text in ON_PROCESSES.items():
-        refuse(body, mesh, (X,), (P("tp"), P() if body is distributed else P("tp")), text)
+        refuse(body, mesh, (X,), (P("tp"), P("tp")), text)
 
 
 def test_an_error_on_processes_says_what_where_and_what_to_do(gloo: Gloo) -> None:
