@@ -14,12 +14,12 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.reference import REFERENCE, Stack
 from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.torch_private.engine import (
     TransformType,
     forward_level,
@@ -74,7 +74,7 @@ class _Product:
     is_summed: bool = False
 
 
-class Folding(TorchFunctionMode):
+class Folding(FunctionMode):
     """Function mode of a checked batched body over one axis.
 
     A product that the checked program sums next waits for that sum. All other functions of torch
@@ -95,7 +95,7 @@ class Folding(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _ACTIVE.stack.pop()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch, or multiplies in its place."""
         if self._waiting is not None and func not in _METADATA:
             self.finish()
@@ -103,7 +103,7 @@ class Folding(TorchFunctionMode):
             found = self._multiply(args[0], args[1], _PRODUCTS[func])
             if found is not None:
                 return found
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def finish(self) -> None:
         """Computes the product that waits, unless nobody holds it any more."""

@@ -11,13 +11,13 @@ from typing import Any, Final, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.rank import RankBackend, on_one_rank
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import spare
 from shardmap_torch.core.torch_private.engine import (
@@ -299,14 +299,11 @@ class OperatorTape(TorchDispatchMode):
         return Slot(number)
 
 
-class Looking(TorchFunctionMode):
+class Looking(FunctionMode):
     """Function mode in which `one_hot` reads no numbers: it only checks them, as `scatter` does."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function."""
-        kwargs = kwargs or {}
         if func is one_hot:
             return _one_hot(*args, **kwargs)
         return func(*args, **kwargs)

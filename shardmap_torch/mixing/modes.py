@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
-from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.autograd import FunctorchForm
 from shardmap_torch.collectives.protocol import Drawing, Monitor, Redraws
 from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.functorch import base_of, levels
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
@@ -47,15 +47,14 @@ _NO_OPERANDS: Final = frozenset({"__set__", "__get__", "__delete__", "backward",
 _NOT_MIXED: Final = frozenset({torch.autograd.grad, torch.autograd.backward})
 
 
-class _Replicate(TorchFunctionMode):
+class _Replicate(FunctionMode):
     """Function mode that makes the plain operands of calls with DTensors DTensors too."""
 
     def __init__(self, backend: SharingBackend) -> None:
         super().__init__()
         self._backend = backend
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]  # of an overload without its own
         if name == "__getitem__":
             args = args[0], tensors_of_index(args[1])

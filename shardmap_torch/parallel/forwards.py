@@ -13,9 +13,9 @@ from torch.distributed.tensor import Partial as PartialPlacement
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.errors import ShardTypeError, SpecError
 from shardmap_torch.nn.embedding import own_embeddings
 from shardmap_torch.nn.region import PerRank, Types, region_types
@@ -297,7 +297,7 @@ _TRANSPOSES: Final = (
 _PRODUCTS: Final = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
-class _Products(TorchFunctionMode):
+class _Products(FunctionMode):
     """Within a forward of a module's own, its product with its weight is that of all ranks."""
 
     def __init__(self, forward: _Forward) -> None:
@@ -306,20 +306,16 @@ class _Products(TorchFunctionMode):
         self._weight: Any = forward.module.weight
         self._transposed: Any = None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         kind, by = kind_of(self._forward.module), args[1] if len(args) > 1 else None
         is_own = kind is not None and func is kind.function and by is self._weight
         if not is_own and (by is not self._transposed or by is None or func not in _PRODUCTS):
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
             if func in _TRANSPOSES and args and args[0] is self._weight:
                 self._transposed = result
             return result
         self.count += 1
-        return self._forward.product(
-            args[0], args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-        )
+        return self._forward.product(args[0], args[2] if len(args) > 2 else kwargs.get("bias"))
 
 
 Step: TypeAlias = Callable[[Tensor, str, Shared], Tensor]

@@ -1,7 +1,7 @@
 """`loss_parallel`: cross-entropy of logits that stay sharded over the classes."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.boundary.placements import spec_of
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.nn import vocab_parallel_cross_entropy
@@ -68,19 +68,12 @@ def loss_parallel(
         yield
 
 
-class _CrossEntropyMode(TorchFunctionMode):
+class _CrossEntropyMode(FunctionMode):
     def __init__(self, mesh: Mesh | None, axis: str) -> None:
         super().__init__()
         self._mesh, self._axis = mesh, axis
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is functional.cross_entropy and mesh_of_body() is None:
             bound = _SIGNATURE.bind(*args, **kwargs)
             bound.apply_defaults()

@@ -5,15 +5,14 @@ not ignored, of which the ranks have different numbers, is a sum divided by a co
 over the ranks.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Signature, signature
 from typing import Any, Final
 
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.ops import all_reduce
 from shardmap_torch.ops.body import types_of
 from shardmap_torch.types import I, V
@@ -51,7 +50,7 @@ _LOSSES: Final[Mapping[Callable[..., Any], Signature]] = {
 }
 
 
-class BatchLosses(TorchFunctionMode):
+class BatchLosses(FunctionMode):
     """Makes sums and means of losses of each rank's rows those of the batch."""
 
     def __init__(self, axes: Sequence[str]) -> None:
@@ -59,23 +58,18 @@ class BatchLosses(TorchFunctionMode):
         super().__init__()
         self._axes = axes
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function; a loss of rows, and then sums over the ranks."""
-        given = kwargs or {}
         if func not in _LOSSES:
-            return func(*args, **given)
-        bound = _LOSSES[func].bind(*args, **given)
+            return func(*args, **kwargs)
+        bound = _LOSSES[func].bind(*args, **kwargs)
         bound.apply_defaults()
         options = bound.arguments
-        if func is functional.l1_loss:
-            options["weight"] = _lost_weight()
         operands = [each for each in options.values() if isinstance(each, Tensor)]
         axes = tuple(axis for axis in self._axes if any(_differs(x, axis) for x in operands))
         is_legacy = any(options.get(name) is not None for name in ("size_average", "reduce"))
         if not axes or is_legacy or options["reduction"] not in ("sum", "mean", "batchmean"):
-            return func(*args, **given)
+            return func(*args, **kwargs)
         if options["reduction"] == "sum":
             return all_reduce(func(**options), axes, dst=I)
         count = _count(func, options)
@@ -87,16 +81,6 @@ class BatchLosses(TorchFunctionMode):
 
 def _differs(x: Tensor, axis: str) -> bool:
     return V in (types_of(x, (axis,)) or ())
-
-
-def _lost_weight() -> Tensor | None:
-    """Returns the weight of the `l1_loss` that is called, which torch gives no mode."""
-    frame = sys._getframe()
-    while frame.f_code is not functional.l1_loss.__code__:
-        assert frame.f_back is not None  # l1_loss is what called the mode
-        frame = frame.f_back
-    weight: Tensor | None = frame.f_locals["weight"]
-    return weight
 
 
 def _count(func: Callable[..., Any], options: Mapping[str, Any]) -> Tensor | None:

@@ -11,10 +11,10 @@ from threading import local
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from shardmap_torch.checkpoint import checkpoint
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.torch_private.engine import GLOBAL_MODULE_HOOKS
 from shardmap_torch.errors import TransformError
 from shardmap_torch.parallel.pure import BoundModule
@@ -87,16 +87,16 @@ def _recomputed(function: "partial[Any]") -> Any:
     return checkpoint(run, tensors, args, function.keywords)
 
 
-class _NewLeaves(TorchFunctionMode):
+class _NewLeaves(FunctionMode):
     """Lets a function ask in vain for the gradient of a tensor that it makes, as T5 does of zeros.
 
     Nobody reads it, and a leaf that is no argument would be taken for one that is closed over.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func == Tensor.requires_grad.__set__ and not isinstance(args[0], nn.Parameter):  # type: ignore[attr-defined]
             return None
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 @contextmanager

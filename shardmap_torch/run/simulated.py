@@ -23,10 +23,11 @@ from shardmap_torch.spec import P
 
 has_data: Final = True
 
-_BRANCH: Final = "data-dependent control flow"
-"""In functorch's error of a branch on a value that differs by rank, which a check may not see."""
-_NUMBERS: Final = "vmap", "Tensor that doesn't have storage", "stack expects each tensor"
-"""In torch's errors where numbers of a batched tensor decide what runs, or leave torch."""
+_UNBATCHED: Final = (
+    *("vmap", "atching rule", "Tensor that doesn't have storage", "stack expects each tensor"),
+    "to use channels_last",
+)
+"""In torch's errors where what is batched lacks what a rank has: a number, memory, a rule."""
 
 
 def run(call: Call, batches: bool) -> Tree:
@@ -50,12 +51,12 @@ def run(call: Call, batches: bool) -> Tree:
     try:
         return batched(call)
     except RuntimeError as error:
-        if chosen == "vmap" and any(sign in str(error) for sign in _NUMBERS):
+        if chosen == "vmap" and any(sign in str(error) for sign in _UNBATCHED):
             why = f"{str(error).partition('. ')[0]}, at {error_site(error)}."
             raise vmap.rank_only(call.name, why) from error
-        if chosen == "vmap" or _BRANCH not in str(error):
+        if chosen == "vmap" or call.mesh.size > threads.MAX_THREADS:
             raise
-        return threads.run(call)
+    return threads.run(call)  # whether the error is the body's own, or of what is batched
 
 
 def place(mesh: Mesh, spec: P, x: Tensor, as_dtensor: bool) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.batching import add_batching_rules
 from shardmap_torch.backends.folding import Folding
@@ -19,6 +18,7 @@ from shardmap_torch.boundary.shards import join, split
 from shardmap_torch.checker.interpreter.modes import is_user
 from shardmap_torch.checker.ir.own_functions import GRAD_FN, HOOKS, has_saving_hooks, name_of_hook
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.storage import apart
 from shardmap_torch.core.torch_private.engine import (
@@ -225,7 +225,7 @@ def rank_only(name: str, what: str) -> TransformError:
     )
 
 
-class RefusingDropped(TorchFunctionMode):
+class RefusingDropped(FunctionMode):
     """Function mode of an unchecked batched body: hooks, and questions for `requires_grad`.
 
     Raises:
@@ -236,12 +236,12 @@ class RefusingDropped(TorchFunctionMode):
         super().__init__()
         self._name, self._has_outer = name, has_saving_hooks()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch, unless a batched tensor would drop what it does."""
-        what = self._dropped(func, sys._getframe(1))
+        what = self._dropped(func, sys._getframe(2))
         if what is not None:
             raise rank_only(self._name, f"{what}.\n  at {call_site()}")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _dropped(self, func: Any, asker: FrameType) -> str | None:
         if func == _ASKS:

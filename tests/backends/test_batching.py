@@ -1,14 +1,14 @@
 """Attention and products of many ranks: one call of a kernel, with one device's values."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final, Literal
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shardmap_torch import P, make_mesh, shard_map, value_and_grad
+from shardmap_torch import Mesh, P, make_mesh, shard_map, value_and_grad
 from shardmap_torch.backends.batching import add_batching_rules
 from shardmap_torch.core.torch_private.engine import TorchDispatchMode
 from tests.programs.support.harness import random
@@ -163,3 +163,49 @@ def test_products_by_a_matrix_of_each_rank_are_one_call(shape: tuple[int, ...], 
     expected = torch.stack(list(map(torch.matmul, a, w)))
     ends = [(y, *torch.autograd.grad(y.sin().sum(), xs)) for y in (found, expected)]
     torch.testing.assert_close(*ends)
+
+
+X, Y, VALUES = random((4, 3, 5), 3), random((4, 3), 4), random((4,), 5)
+ROWS: Final = torch.tensor([0, 2])
+WRITES: Final[dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], Any]]] = {
+    "one of both": (lambda x, y: torch.select_scatter(x, y, 2, -1), (X, Y), (P("dp"), P("dp"))),
+    "one of y": (lambda x, y: torch.select_scatter(x, y[0], 1, 3), (X[0], Y), (P(), P("tp"))),
+    "one of x": (lambda x, y: x.select_scatter(y[:2], -1, 0), (X, Y), (P("dp"), P())),
+    "over two axes": (
+        lambda x, y: torch.select_scatter(x, y, 2, 1),
+        (X, Y),
+        (P("dp"), P("dp", None)),
+    ),
+    "of two axes": (
+        lambda x, y: torch.select_scatter(x[:, 0], y[0].repeat(2), 1, 1),
+        (random((4, 1, 5), 6), random((4, 1), 7)),
+        (P("dp"), P("tp")),
+    ),
+    "a number": (lambda x, v: x.index_fill(1, ROWS, v[0]), (X[0], VALUES), (P(), P("tp"))),
+    "a number of both": (lambda x, v: x.index_fill(1, ROWS, v[0]), (X, VALUES), (P("dp"), P("dp"))),
+}
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_at_an_index_is_each_ranks_own_with_its_gradient(
+    name: str, simulate: Literal["vmap", "ranks"]
+) -> None:
+    body, operands, specs = WRITES[name]
+    flows = "number" not in name  # the gradient of a number to fill in branches on the indices
+
+    def total(*xs: Tensor) -> Tensor:
+        return body(*xs).square().sum()[None, None]
+
+    def mapped(mesh: Mesh, *xs: Tensor) -> list[Tensor]:
+        xs = tuple(x.detach().clone().requires_grad_(flows) for x in xs)
+        y = shard_map(total, mesh=mesh, in_specs=specs, out_specs=HEADS)(*xs)
+        return [y.detach(), *(torch.autograd.grad(y.sum(), xs) if flows else ())]
+
+    others: Literal["vmap", "ranks"] = "ranks"
+    mesh, each = (
+        make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate=how)
+        for how in (simulate, others)
+    )
+    for found, expected in zip(mapped(mesh, *operands), mapped(each, *operands), strict=True):
+        torch.testing.assert_close(found, expected)

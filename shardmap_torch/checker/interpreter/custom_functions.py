@@ -129,7 +129,10 @@ def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) 
     Raises:
         ShardTypeError: under global strictness, which may compare the whole body by numbers.
     """
-    node, reader = current_autograd_node(), sys._getframe(3)  # this, and two functions of the mode
+    node, reader = (
+        current_autograd_node(),
+        sys._getframe(4),
+    )  # this, and three functions of the mode
     is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
     if is_compared and not is_of_library(reader):
         refuse_uncompared(interpreter, name_of_hook(func))

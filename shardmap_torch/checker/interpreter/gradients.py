@@ -8,6 +8,7 @@ it uses the gradient, not at the end.
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from inspect import signature
 from types import FrameType
 from typing import Any, Final
 
@@ -183,9 +184,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("outputs", "inputs", "grad_outputs")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    rest = args[len(names) :]
+    given = {**dict(zip(_GRAD, args, strict=False)), **kwargs}
+    if given.get("is_grads_batched"):
+        return _batched(interpreter, func, given)
     outputs = _as_tuple(given["outputs"])
     given_seeds = _as_tuple(given.get("grad_outputs")) or (None,) * len(outputs)
     if len(given_seeds) == 1:
@@ -203,12 +204,35 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     ending = Setting(interpreter, ending_levels=interpreter.ending_levels | _ending(outputs))
     with interpreter.differentiating(seeds), ending:
         grads = interpreter.observer.assume_gradients(interpreter, outputs, inputs)
-        grads = grads or func(*[given.pop(name) for name in names], *rest, **given)
+        grads = grads or func(**given)
     for operand, gradient in zip(inputs, grads, strict=True):
         check_gradient(interpreter, operand, gradient)
     grads = hand_over(interpreter, inputs, grads, outputs)
     interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
     return sum_by_repair(interpreter, grads)
+
+
+_GRAD: Final = tuple(signature(torch.autograd.grad).parameters)
+
+
+def _batched(interpreter: Interpreter, func: Any, given: dict[str, Any]) -> Any:
+    """Interprets gradients for a batch of cotangents by `torch.func.vmap` of those for one.
+
+    torch batches them by a vmap of its own, without levels that tell what is batched.
+    """
+    cotangents = _as_tuple(given.pop("grad_outputs"))
+    with interpreter.paused(), DisableTorchFunction():  # what that vmap cannot, it says here
+        func(**{**given, "grad_outputs": cotangents, "retain_graph": True})
+    given["is_grads_batched"] = False
+    unused: list[bool] = []
+
+    def one(*each: Tensor) -> tuple[Tensor, ...]:
+        grads = _grad(interpreter, func, (), {**given, "grad_outputs": each})
+        unused[:] = [gradient is None for gradient in grads]
+        return tuple(gradient for gradient in grads if gradient is not None)
+
+    found = iter(torch.func.vmap(one)(*cotangents))
+    return tuple([None if is_unused else next(found) for is_unused in unused])
 
 
 def _require_gradients(interpreter: Interpreter, name: str, outputs: Sequence[Any]) -> None:

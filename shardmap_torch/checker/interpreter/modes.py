@@ -20,7 +20,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.backends.batching import batches_learned_masks
 from shardmap_torch.checker.interpreter import custom_functions, gradients, proposals, scalars
@@ -48,6 +47,7 @@ from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.functions import METADATA
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.functorch import base_of, can_receive_gradient, levels, outer_grad_mode
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
@@ -106,21 +106,24 @@ _READ_ONLY: Final = {
 """Names what an operation writes, by what torch says where that is refused."""
 
 
-class _Functions(TorchFunctionMode):
+_UNSEEN: Final = "its data is not allocated yet"
+"""In torch's error of a function that reads numbers where a tensor of a check has none."""
+
+
+class _Functions(FunctionMode):
     """Function mode that handles differentiations, and marks values without a gradient."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()
         self._interpreter = interpreter
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         interpreter = self._interpreter
         if func in METADATA and type(base_of(args[0])) is FakeTensor:
             if interpreter.keeps_values:
                 custom_functions.remember(interpreter, args)
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
             return out if interpreter.fake.shape_env is None else as_numbers(out)
-        kwargs = kwargs or {}
         try:
             if interpreter.repair.operands:
                 args, kwargs = proposals.repaired(interpreter, func, args, kwargs)
@@ -148,7 +151,7 @@ class _Functions(TorchFunctionMode):
             self._interpreter.needs_ranks(without_rule(args[0]))
         if self._interpreter.keeps_values:
             custom_functions.remember(self._interpreter, [*args, *kwargs.values()])
-        asks_itself = func == GRAD_FN and is_own(sys._getframe(2))
+        asks_itself = func == GRAD_FN and is_own(sys._getframe(3))
         lacking = None if asks_itself else _what_only_ranks_run(func, args, kwargs)
         if lacking is not None:
             self._interpreter.needs_ranks(lacking)
@@ -186,6 +189,8 @@ class _Functions(TorchFunctionMode):
         except Exception as error:
             if len(branches.taken) > known and len([*walk_tb(error.__traceback__)]) == 1:
                 branches.ending = error
+            if _UNSEEN in str(error):
+                scalars.escape(self._interpreter, f"{func.__name__} takes")
             what = next((what for part, what in _READ_ONLY.items() if part in str(error)), None)
             if what is None:
                 raise
@@ -216,7 +221,8 @@ def seeing(interpreter: Interpreter) -> AbstractContextManager[object]:
 
 
 HANDS_ON: Final = (
-    _Functions.__torch_function__.__code__,
+    FunctionMode.__torch_function__.__code__,
+    _Functions.call.__code__,
     _Functions._call.__code__,
     _Functions._apply.__code__,
 )
@@ -408,8 +414,8 @@ def _ask_for_gradients(
 
 def _asker(func: _Question) -> FrameType | None:
     """Returns the frame that calls a function of torch, which may be in Python itself."""
-    # The frames here: this function, its caller, and two of the mode that calls that.
-    frame: FrameType | None = sys._getframe(4)
+    # The frames here: this function, its caller, and three of the mode that calls that.
+    frame: FrameType | None = sys._getframe(5)
     code = getattr(func, "__code__", None)
     while code is not None and frame is not None:
         found, frame = frame.f_code is code, frame.f_back

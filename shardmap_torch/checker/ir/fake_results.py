@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardmap_torch.checker.ir.own_functions import is_rank_only
+from shardmap_torch.checker.ir.own_functions import rank_only
 from shardmap_torch.checker.ir.program import StorageType
 from shardmap_torch.checker.rules.infer import (
     Types,
@@ -368,7 +368,7 @@ def _describe(
     # Typed anew each time is what has results of several kinds, or depends on more than types.
     is_plain = None not in items and len(views) <= 1 and (bool(items) or is_value)
     is_drawn = may_draw(op) and draws(op, arguments)
-    is_unlike = op in _UNLIKE or is_rank_only(op) or signature_of(op).branches
+    is_unlike = op in _UNLIKE or rank_only(op, arguments) is not None or signature_of(op).branches
     found.repeats = is_plain and not is_drawn and not is_unlike
     return found
 

@@ -122,19 +122,27 @@ def has_saving_hooks(of_users: bool = False) -> bool:
 
 
 def rank_only_part(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
-    """Returns what a message calls an operator that no batched body can call, or hooks on it.
+    """Returns what a message calls a call that no batched body can make, or hooks on it."""
+    what = rank_only(op, arguments)
+    return what or ("saved_tensors_hooks" if has_saving_hooks() else what)
+
+
+def rank_only(op: OpOverload, arguments: Mapping[str, Any]) -> str | None:
+    """Returns what a message calls a call that no batched body can make; None if one can.
 
     "" for fused lists: torch refuses them itself.
     """
-    indices = arguments.get("indices")
+    name, indices = op._schema.name.removeprefix("aten::"), arguments.get("indices")
     masks = indices if isinstance(indices, list | tuple) else ()
     if op in _ALONE or any(
         isinstance(mask, Tensor) and mask.dtype in (torch.bool, torch.uint8) for mask in masks
     ):
-        return op._schema.name.removeprefix("aten::")
-    if has_saving_hooks():
-        return "saved_tensors_hooks"
-    return "" if is_rank_only(op) else None
+        return name
+    if op in _ROUNDED and not arguments["self"].dtype.is_floating_point:
+        return f"{name} of whole numbers"
+    if arguments.get("memory_format") in _ALL_DIMS:
+        return f"{name} with a memory format"
+    return "" if _is_fused(op) else None
 
 
 _ALONE: Final = frozenset(
@@ -142,17 +150,28 @@ _ALONE: Final = frozenset(
         torch.ops.aten._neg_view.default,
         torch.ops.aten._assert_async.default,
         torch.ops.aten._assert_async.msg,
+        torch.ops.aten.clamp.Tensor,
+        torch.ops.aten.linspace.Tensor_Tensor,
+        torch.ops.aten.linspace.Tensor_Scalar,
+        torch.ops.aten.linspace.Scalar_Tensor,
     }
 )
-"""Operators that torch has no batching rule for."""
+"""Operators that torch has no batching rule for, or one with another rounding or no gradient."""
+
+_ROUNDED: Final = frozenset(
+    (torch.ops.aten.addmv.default, torch.ops.aten.addbmm.default, torch.ops.aten.baddbmm.default)
+)
+"""Operators of which batched whole numbers times a float are no whole numbers."""
+
+_ALL_DIMS: Final = (torch.channels_last, torch.channels_last_3d)
+"""Formats of as many dims as a tensor has on a rank."""
 
 
 @lru_cache(maxsize=4096)
-def is_rank_only(op: OpOverload) -> bool:
-    """Returns whether no batched body can call an operator, whatever its arguments."""
-    if any(argument.is_out for argument in op._schema.arguments):
-        return True
-    return op in _ALONE or op._schema.name.startswith("aten::_foreach_")
+def _is_fused(op: OpOverload) -> bool:
+    """Returns whether an operator works on lists of tensors, or writes by `out=`."""
+    is_out = any(argument.is_out for argument in op._schema.arguments)
+    return is_out or op._schema.name.startswith("aten::_foreach_")
 
 
 def takes_vmap(function: type) -> bool:

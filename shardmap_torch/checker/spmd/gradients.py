@@ -99,13 +99,28 @@ class Gradients:
                 pending = self._notes.sums(seed).partial & self._no_addends(output)
                 if not same or pending:
                     raise UnrelatedError("the cotangent is not sharded like its value")
-                self._batched.update({e: given.dims[at] for e, at in dims_of(seed)[1].items()})
+                self._note_batches(output, seed, given)
             self._batched.update({e: shard.dims[at] for e, at in dims_of(output)[1].items()})
             scales.append(sums)
         if any(each.scale == 1 for each in scales) and any(each.scale != 1 for each in scales):
             for each in scales:
                 reject_scaled(each)
         return common_scale(scales)
+
+    def _note_batches(self, output: Tensor, seed: Tensor, given: ShardedTensor) -> None:
+        """Notes how a batch of cotangents is sharded.
+
+        On each rank one of a value that is not batched gives the gradient of that rank's addend.
+        """
+        levels = dims_of(output)[1]
+        for level, at in dims_of(seed)[1].items():
+            axes = [axis for axis, _ in given.dims[at] if axis and given.dims[at] != ANY]
+            if axes and level not in levels:
+                raise UnrelatedError(
+                    f"each rank of {axes[0]!r} has cotangents of its own for one value",
+                    f"gather them first, with all_gather over {axes[0]!r}.",
+                )
+            self._batched[level] = given.dims[at]
 
     def _no_addends(self, output: Tensor) -> frozenset[str]:
         """Returns the axes over which the cotangents of an output cannot be pending sums.

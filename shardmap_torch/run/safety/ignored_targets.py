@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shardmap_torch.checker.spmd.ops.losses import READING_TARGETS
+from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
@@ -31,15 +31,14 @@ def counting_all(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-class _Counting(TorchFunctionMode):
+class _Counting(FunctionMode):
     """Function mode that looks at the targets of losses."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in READING_TARGETS:
             at = READING_TARGETS[func]
             target = self._counted(func, *_targets(*args[:1], *args[at:], **kwargs))
