@@ -1,7 +1,7 @@
 """Batched bodies: what they can and cannot do."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 from shardmap_torch import (
+    I,
     P,
     Partial,
     R,
@@ -144,3 +145,80 @@ def test_what_autocast_casts_as_a_whole_runs_on_ranks() -> None:
     mapped = checked(attend, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P("tp"))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(mapped(x, w), attend(x, w))
+
+
+LAST: Final = torch.channels_last
+IMAGES: Final = random((4, 2, 6, 6), 2)
+BY_RANK: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "contiguous": lambda x: x.contiguous(memory_format=LAST),
+    "to": lambda x: x.to(memory_format=LAST),
+    "a cast": lambda x: x.to(torch.float32, memory_format=LAST).double(),
+    "clone": lambda x: x.clone(memory_format=LAST).relu(),
+    "channels_last_3d": lambda x: x[..., None].contiguous(memory_format=torch.channels_last_3d),
+    "empty_like": lambda x: torch.empty_like(x, memory_format=LAST).copy_(x),
+    "a pooling": lambda x: functional.max_pool2d(x.contiguous(memory_format=LAST), 2),
+    "a convolution": lambda x: functional.conv2d(
+        x.to(memory_format=LAST), torch.ones(2, 2, 1, 1).double().to(memory_format=LAST)
+    ),
+    "clamped by tensors": lambda x: torch.zeros(6).double().clamp(x[0, 0], x[0, 0] + 1)[None],
+    "stacked columns": lambda x: torch.column_stack((x[:, 0, 0], x[:, 1, 1])),
+    "rrelu": lambda x: functional.rrelu(x, training=False),
+}
+
+
+@pytest.mark.parametrize("name", BY_RANK)
+def test_what_torch_cannot_batch_runs_on_ranks_with_its_gradient(name: str) -> None:
+    body = BY_RANK[name]
+
+    def found(simulate: Any) -> list[Tensor]:
+        mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=simulate)
+        x = IMAGES.clone().requires_grad_()
+        y = checked(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), x)]
+
+    for _ in range(2):  # the second check repeats what the first has typed
+        for actual, expected in zip(found("auto"), found("ranks"), strict=True):
+            same(actual, expected)
+    with pytest.raises((TransformError, RuntimeError)):
+        found("vmap")
+
+
+def test_one_program_names_a_memory_format_that_only_ranks_have() -> None:
+    mapped = checked(BY_RANK["contiguous"], mesh=MESH, in_specs=P("tp"), out_specs=P("tp"))
+    with pytest.raises(TransformError, match="single ranks run: clone with a memory format"):
+        mapped(IMAGES)
+
+
+def test_an_error_of_the_bodys_own_is_that_of_a_rank() -> None:
+    def body(x: Tensor) -> Tensor:
+        root: Tensor = torch.linalg.cholesky(x)
+        return root
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    mapped = checked(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    with pytest.raises(RuntimeError, match=r"linalg\.cholesky") as caught:
+        mapped(-torch.eye(2).expand(2, 2, 2))
+    assert not isinstance(caught.value, TransformError)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+def test_a_loss_keeps_the_weight_that_torch_loses(simulate: Any, check: Any) -> None:
+    x, y, w = (random((4, 3), seed) for seed in range(3))
+
+    def loss(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        weighted: Any = functional.l1_loss  # whose weight torch's stubs lack
+        total: Tensor = weighted(x, y, weight=w.expand_as(x), reduction="sum")
+        return total
+
+    def total(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(loss(x, y, w), "tp", src=Partial, dst=I)
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate=simulate)
+    specs = (P("tp"), P("tp"), P(replicate={"tp"}))
+    mapped = checked(total, mesh=mesh, in_specs=specs, out_specs=P(), check=check)
+    weight = w[0].clone().requires_grad_()
+    for f in (mapped, loss):
+        same(f(x, y, weight), loss(x, y, w[0]))
+    found, expected = (torch.autograd.grad(f(x, y, weight), weight)[0] for f in (mapped, loss))
+    same(found, expected)

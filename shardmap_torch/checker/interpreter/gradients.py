@@ -30,6 +30,7 @@ from shardmap_torch.core.torch_private.engine import (
     functorch,
     gradient_of_transform,
     set_grad_enabled,
+    vmapping_by_autograd,
 )
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import COTANGENT, K, Partial, R, V, Z
@@ -220,9 +221,7 @@ def _batched(interpreter: Interpreter, func: Any, given: dict[str, Any]) -> Any:
 
     torch batches them by a vmap of its own, without levels that tell what is batched.
     """
-    cotangents = _as_tuple(given.pop("grad_outputs"))
-    with interpreter.paused(), DisableTorchFunction():  # what that vmap cannot, it says here
-        func(**{**given, "grad_outputs": cotangents, "retain_graph": True})
+    cotangents = map(interpreter.fakify, _as_tuple(given.pop("grad_outputs")))
     given["is_grads_batched"] = False
     unused: list[bool] = []
 
@@ -231,7 +230,8 @@ def _batched(interpreter: Interpreter, func: Any, given: dict[str, Any]) -> Any:
         unused[:] = [gradient is None for gradient in grads]
         return tuple(gradient for gradient in grads if gradient is not None)
 
-    found = iter(torch.func.vmap(one)(*cotangents))
+    with vmapping_by_autograd():
+        found = iter(torch.func.vmap(one)(*cotangents))
     return tuple([None if is_unused else next(found) for is_unused in unused])
 
 

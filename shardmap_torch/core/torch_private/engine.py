@@ -1,7 +1,7 @@
 """Private names of torch's core: autograd, functorch, modes, fake tensors, c10d."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
@@ -113,6 +113,16 @@ def is_vmapped_by_autograd() -> bool:
     level: int = enter_vmapmode()
     leave_vmapmode()
     return level > 1
+
+
+@contextmanager
+def vmapping_by_autograd() -> Iterator[None]:
+    """Enters what that vmap counts as, in which its errors are raised."""
+    enter_vmapmode()
+    try:
+        yield
+    finally:
+        leave_vmapmode()
 
 
 def group_names() -> Any:

@@ -6,14 +6,17 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, jacrev, vjp, vmap
 
 from shardmap_torch import (
     I,
     P,
     Partial,
+    R,
     ShardTypeError,
+    TransformError,
     V,
+    all_gather,
     all_reduce,
     check_program,
     reinterpret,
@@ -64,6 +67,47 @@ def jacobian(w: Tensor) -> Tensor:
     return found
 
 
+EYE: Final = torch.eye(4, dtype=torch.float64)
+
+
+def rows(
+    w: Tensor,
+    x: Tensor,
+    seeds: Tensor = EYE,
+    output: Callable[[Tensor], Tensor] = lambda y: y.tanh().sum(0),
+) -> Tensor:
+    """Computes a gradient for each cotangent, by what torch.autograd.grad batches itself."""
+    p = w.detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(output(x @ p), p, seeds, is_grads_batched=True)
+    return found
+
+
+def of_two(w: Tensor, x: Tensor) -> Tensor:
+    p, unused = (w.detach().clone().requires_grad_() for _ in range(2))
+    outputs = (x @ p).sum(0), (x @ p).sin().sum(0)
+    first, none = torch.autograd.grad(
+        outputs, (p, unused), (EYE, EYE), is_grads_batched=True, allow_unused=True
+    )
+    assert none is None
+    total: Tensor = all_reduce(first, "a", dst=I)
+    return total
+
+
+def vectorized(w: Tensor, x: Tensor) -> Tensor:
+    derive: Any = torch.autograd.functional.hessian  # untyped in torch
+    found = derive(lambda p: (x @ p).tanh().sum(), w.detach(), vectorize=True)
+    total: Tensor = all_reduce(found, "a", dst=I)
+    return total
+
+
+def pulled(w: Tensor, seeds: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    pull: Any = vjp(loss, w)[1]
+    found: Tensor = vmap(pull)(seeds)[0]
+    return found
+
+
+SEEDS: Final = numbers(8, 4)
+
 RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     "of samples": (each, (W, X), (P(), P("a")), P("a")),
     "clipped": (clipped, (W, X), (P(), P("a")), P()),
@@ -82,6 +126,36 @@ RIGHT: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P]]] = {
     ),
     "jacobian": (jacobian, (W,), (P(),), P()),
     "each rank's own, in so many words": (meant, (W, X), (P(), P("a")), P()),
+    "batched by torch.autograd.grad": (
+        lambda w, x: all_reduce(rows(w, x), "a", dst=I),
+        (W, X),
+        (P(), P("a")),
+        P(),
+    ),
+    "of columns, so batched": (
+        lambda w, x: rows(w, x, torch.ones(3, w.shape[1], dtype=w.dtype)),
+        (W, X),
+        (P(None, "a"), P()),
+        P(None, None, "a"),
+    ),
+    "the mean of means, so batched": (
+        lambda w, x: all_reduce(
+            rows(w, x, output=lambda y: y.tanh().mean(0)), "a", dst=I, op="mean"
+        ),
+        (W, X),
+        (P(), P("a")),
+        P(),
+    ),
+    "of two values, so batched": (of_two, (W, X), (P(), P("a")), P()),
+    "vectorized": (vectorized, (W, X), (P(), P("a")), P()),
+    "of gathered cotangents": (
+        lambda w, x, s: all_reduce(
+            pulled(w, all_gather(s, "a", dst=R), lambda p: (x @ p).tanh().sum(0)), "a", dst=I
+        ),
+        (W, X, SEEDS),
+        (P(), P("a"), P("a")),
+        P(),
+    ),
 }
 
 
@@ -128,6 +202,62 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         P("a"),
         "on one device|still have to be combined",
     ),
+    "the sum left out of a batch by torch.autograd.grad": (
+        rows,
+        (W, X),
+        (P(), P("a")),
+        P(),
+        "pending sum|varies over it",
+    ),
+    "the square of addends, so batched": (
+        lambda w, x: all_reduce(rows(w, x).square(), "a", dst=I),
+        (W, X),
+        (P(), P("a")),
+        P(),
+        "an operand is a pending sum|cannot be applied to a pending sum",
+    ),
+    "a local size in the cotangents": (
+        lambda w, x: all_reduce(rows(w, x, x.shape[0] * EYE), "a", dst=I),
+        (W, X),
+        (P(), P("a")),
+        P(),
+        "2 on a rank and 4 on one device",
+    ),
+    "the sum of means, so batched": (
+        lambda w, x: all_reduce(rows(w, x, output=lambda y: y.mean(0)), "a", dst=I),
+        (W, X),
+        (P(), P("a")),
+        P(),
+        "sum of the means of all parts",
+    ),
+    "as many cotangents as a rank has rows": (
+        lambda w, x: rows(w, x, torch.ones(x.shape[0], 4, dtype=w.dtype)),
+        (W, X),
+        (P(), P("a")),
+        P("a"),
+        "on one device|pending sum",
+    ),
+    "cotangents of each rank's own for a pending sum": (
+        lambda w, x, s: pulled(w, s, lambda p: (x @ p).tanh().sum(0)),
+        (W, X, SEEDS),
+        (P(), P("a"), P("a")),
+        P("a"),
+        "each rank of 'a' has cotangents of its own for one value",
+    ),
+    "cotangents of each rank's own for a sum": (
+        lambda w, x, s: pulled(w, s, lambda p: all_reduce((x @ p).sum(0), "a", dst=R)),
+        (W, X, SEEDS),
+        (P(), P("a"), P("a")),
+        P("a"),
+        "each rank of 'a' has cotangents of its own for one value",
+    ),
+    "cotangents of each rank's own, batched by torch.autograd.grad": (
+        rows,
+        (W, X, SEEDS),
+        (P(), P("a"), P("a")),
+        P("a"),
+        "each rank of 'a' has cotangents of its own for one value",
+    ),
 }
 
 
@@ -159,3 +289,14 @@ def test_no_sum_over_the_ranks_is_advised_for_gradients_of_samples() -> None:
         check_program(mapped, W, X)
     assert "say so with reinterpret(g, 'a', src=Partial, dst=V)" in str(caught.value)
     assert "Tried" not in str(caught.value)
+
+
+def test_batches_through_a_collective_are_refused_with_what_can_batch_them() -> None:
+    mapped = shard_map(
+        lambda w, x: rows(w, x, output=lambda y: all_reduce(y.sum(0), "a", dst=I)),
+        mesh=RANKS,
+        in_specs=(P(), P("a")),
+        out_specs=P(),
+    )
+    with pytest.raises(TransformError, match=r"is_grads_batched=True.* Use torch\.func\.jacrev"):
+        check_program(mapped, W, X)
