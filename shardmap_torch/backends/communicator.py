@@ -12,7 +12,7 @@ reduce-scatter is an all-reduce of twice the bytes, and no wait for it can be en
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -51,15 +51,33 @@ _SCATTER_OPTIONS: Final = _asynchronous(c10d.ReduceScatterOptions(), dist.Reduce
 _EXCHANGE_OPTIONS: Final = _asynchronous(c10d.AllToAllOptions())
 
 
+_WHOLE_NUMBERS: Final = frozenset({torch.int64, torch.int32, torch.int8, torch.uint8})
+_WIDE: Final = frozenset({torch.float64, torch.float32})
+_HALVES: Final = frozenset({torch.float16, torch.bfloat16})
+
+_EXTREMA: Final = {"max": _WHOLE_NUMBERS, "min": _WHOLE_NUMBERS}
+
+_BY_GROUP: Final = {"sum": _WHOLE_NUMBERS | _WIDE | _HALVES, **_EXTREMA}
+"""Dtypes that groups reduce as simulated ranks do; of a maximum all that has no NaN to lose.
+
+NCCL takes the larger of a number and a NaN for the number, gloo by one comparison."""
+
+_BY_GLOO: Final = {"sum": _WHOLE_NUMBERS | _WIDE, **_EXTREMA}
+"""Those of gloo, which rounds sums of halves at each hop, in an order that the position decides."""
+
+
 @dataclass(frozen=True)
 class Wire:
     """Eager communicator of one rank in a process group; stacks are in the order of group ranks.
 
     Attributes:
+        reduces: the dtypes that `reduce` is for, by operation.
         group: the process group.
         size: number of its ranks.
         rank: this rank in it.
     """
+
+    reduces: ClassVar = _BY_GROUP
 
     group: dist.ProcessGroup
     size: int
@@ -169,6 +187,8 @@ class Wire:
 class TracedWire:
     """`Wire` in functional collectives, for torch.compile; knows its group by name."""
 
+    reduces: ClassVar = _BY_GROUP
+
     group: str
     size: int
     rank: int
@@ -255,6 +275,8 @@ _LARGE: Final = 2**20
 class GlooWire(Wire):
     """`Wire` on gloo. A long wait checks if the other ranks can still arrive; see `control`."""
 
+    reduces: ClassVar = _BY_GLOO
+
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts `gather`; returns what waits for its result."""
         if x.nbytes < _LARGE:
@@ -326,6 +348,8 @@ class GlooWire(Wire):
 @dataclass(frozen=True)
 class TracedGlooWire(TracedWire):
     """`TracedWire` on gloo, without its reduce-scatter."""
+
+    reduces: ClassVar = _BY_GLOO
 
     def sum_scatter(self, parts: Tensor) -> Tensor:
         """Sums all ranks' stacks; each rank keeps its row."""

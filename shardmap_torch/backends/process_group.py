@@ -13,7 +13,7 @@ from torch.autograd import profiler
 from shardmap_torch.backends import reference
 from shardmap_torch.backends.communicator import GlooWire, TracedGlooWire, TracedWire, Wire
 from shardmap_torch.backends.rank import LOCAL_MOVEMENTS, LocalMovement, RankBackend, on_one_rank
-from shardmap_torch.backends.reference import fill, gather, scatter, with_rest
+from shardmap_torch.backends.reference import combined, fill, gather, scatter, with_rest
 from shardmap_torch.backends.traffic import TALLIES, pass_door
 from shardmap_torch.collectives.operations import Collective, Extremum, Planned
 from shardmap_torch.collectives.scope import current_scope
@@ -28,16 +28,16 @@ from shardmap_torch.mesh import Mesh
 
 T = TypeVar("T")
 
-_SENT_AS: Final = {
-    torch.bool: torch.uint8,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-}
-"""Dtypes that are sent as another one: gloo and NCCL lack some."""
+_SENT: Final = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8),
+    }
+)
+"""Dtypes that gloo and NCCL send as they are; others go as their parts, see `_parts`."""
 
-_CONVERTED: Final = frozenset({*_SENT_AS, torch.complex32, torch.complex64, torch.complex128})
-"""Dtypes that are not sent as they are; complex ones go as pairs of numbers."""
+_FEW: Final = 2**15
+"""Bytes up to which all ranks' values are combined by each rank: one message in place of two."""
 
 _PLANS: Final = 1024
 """Collectives that a backend remembers at a time."""
@@ -133,9 +133,7 @@ class ProcessGroupBackend(RankBackend):
         if not isinstance(line.wire, TracedWire):
             told = collective if move == collective.move else _extremum(move, collective)
             return _send(line, partial(_eager, on_wire), told, self, x)
-        if x.dtype in _CONVERTED:
-            return _converted(on_wire, line, collective, x)
-        return on_wire(line, collective, x)
+        return _of_any_dtype(on_wire, line, collective, x)
 
     def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
         """Starts a gather of equal shards; returns what waits for it, None where it must not.
@@ -147,7 +145,7 @@ class ProcessGroupBackend(RankBackend):
             CollectiveMismatchError: the ranks run different collectives.
         """
         line = self.line(collective.axes)
-        is_raw = not x.is_complex() and x.dtype not in _SENT_AS and x.numel() > 0
+        is_raw = x.dtype in _SENT and not x.is_neg() and x.numel() > 0
         if len(line.order) == 1 or isinstance(line.wire, TracedWire) or not line.in_order:
             return None
         if not is_raw:
@@ -254,17 +252,34 @@ def _recorded(act: Callable[..., T], site: Site | None, line: Line, c: Collectiv
 
 def _eager(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:
     """Does a movement, whose result is no view, as by `unviewed`."""
-    y = _converted(move, line, c, x) if x.dtype in _CONVERTED else move(line, c, x)
+    if x.is_neg():  # its memory has the other sign
+        x = x.resolve_neg()
+    y = move(line, c, x) if x.dtype in _SENT else _of_any_dtype(move, line, c, x)
     return y.data if y._is_view() else y
 
 
-def _converted(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:
-    """Does a movement in a dtype that can be sent."""
+def _of_any_dtype(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:
+    """Does a movement; where it adds nothing, bits arrive as they were."""
+    if x.dtype in _SENT or c.movement.adds or c.movement.extremum:  # which know all dtypes
+        return move(line, c, x)
+    return _whole(move(line, c, _parts(x)), x.dtype)
+
+
+def _parts(x: Tensor) -> Tensor:
+    """Views entries as their bytes, or as real and imaginary part, along a trailing dim.
+
+    No movement touches that one: dims count from the front.
+    """
     if x.is_complex():
-        # The parts are a trailing dim, which no movement touches: dims count from the front.
-        parts = move(line, c, torch.view_as_real(x.resolve_conj()))
+        return torch.view_as_real(x.resolve_conj())
+    return x.unsqueeze(-1).view(torch.uint8)
+
+
+def _whole(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Makes entries of their parts."""
+    if dtype.is_complex:
         return torch.view_as_complex(parts.contiguous())
-    return move(line, c, x.to(_SENT_AS[x.dtype])).to(x.dtype)
+    return parts.contiguous().view(dtype).squeeze(-1)
 
 
 def _on_wire(move: str) -> OnWire:
@@ -279,7 +294,37 @@ def _gathered(move: str, line: Line, c: Collective, x: Tensor) -> Tensor:
 
 
 def _reduce(op: str, line: Line, c: Collective, x: Tensor) -> Tensor:
-    return line.wire.reduce(x, op)
+    """Combines the ranks' values, by the group itself where it does so as simulated ranks do.
+
+    It does not where it would round at each hop, or lose a NaN, or lacks the dtype: see
+    `Wire.reduces`. There the ranks combine the parts that they have exchanged, in their order and
+    with one rounding, and gather the results, which sends as much as a ring does.
+    """
+    if x.dtype in line.wire.reduces[op]:
+        return line.wire.reduce(x, op)
+    if x.is_complex():
+        return _whole(_reduce(op, line, c, _parts(x)), x.dtype)
+    num_ranks = len(line.order)
+    if num_ranks == 2 or x.nbytes <= _FEW:
+        return combined(op, c, _every(line, x))
+    length = -(-x.numel() // num_ranks)
+    rows = fill(x.reshape(-1), 0, num_ranks * length).unflatten(0, (num_ranks, length))
+    own = combined(op, c, _swapped(line, rows))
+    return _every(line, own).flatten()[: x.numel()].view(x.shape)
+
+
+def _every(line: Line, x: Tensor) -> Tensor:
+    """Stacks the values of all ranks."""
+    if x.dtype not in _SENT:
+        return _whole(_every(line, _parts(x)), x.dtype)
+    return line.from_group(line.wire.gather(x))
+
+
+def _swapped(line: Line, rows: Tensor) -> Tensor:
+    """Sends row r to rank r, and stacks the rows that arrive."""
+    if rows.dtype not in _SENT:
+        return _whole(_swapped(line, _parts(rows)), rows.dtype)
+    return line.from_group(line.wire.exchange(line.to_group(rows)))
 
 
 def _is_plain(line: Line, c: Collective, x: Tensor) -> bool:
@@ -293,16 +338,19 @@ def _gather(line: Line, c: Collective, x: Tensor) -> Tensor:
 
 
 def _sum_scatter(line: Line, c: Collective, x: Tensor) -> Tensor:
-    if _is_plain(line, c, x):
+    if x.is_complex():
+        return _whole(_sum_scatter(line, c, _parts(x)), x.dtype)
+    if x.dtype in _SENT and _is_plain(line, c, x):
         return line.wire.sum_scatter_along(x, c.dim)
     parts = scatter(x, c.dim, c.tiled, c.sizes, len(line.order))
-    return line.wire.sum_scatter(line.to_group(parts))
+    if x.dtype in line.wire.reduces["sum"]:
+        return line.wire.sum_scatter(line.to_group(parts))
+    return combined("sum", c, _swapped(line, parts))
 
 
 def _exchange(line: Line, c: Collective, x: Tensor) -> Tensor:
     parts = scatter(x, c.dim, c.tiled, c.sizes, len(line.order))
-    out = line.from_group(line.wire.exchange(line.to_group(parts)))
-    return gather(out, c.concat_dim, c.tiled, c.concat_sizes)
+    return gather(_swapped(line, parts), c.concat_dim, c.tiled, c.concat_sizes)
 
 
 def _ragged(line: Line, c: Collective, x: Tensor) -> Tensor:
@@ -332,17 +380,17 @@ def _broadcast(line: Line, c: Collective, x: Tensor) -> Tensor:
 
 
 def _sum_mask(line: Line, c: Collective, x: Tensor) -> Tensor:
-    return LOCAL_MOVEMENTS["mask"](c, line.wire.reduce(x, "sum"), line.own, len(line.order))
+    return LOCAL_MOVEMENTS["mask"](c, _reduce("sum", line, c, x), line.own, len(line.order))
 
 
 WIRE: Final[Mapping[str, OnWire]] = {
     **{op: partial(_reduce, op) for op in ("sum", "max", "min")},
     "gather": _gather,
-    "sum_scatter": _sum_scatter,
     "exchange": _exchange,
     "ragged": _ragged,
     "permute": _permute,
     "broadcast": _broadcast,
+    "sum_scatter": _sum_scatter,
     "sum_mask": _sum_mask,
 }
 """Functions of movements on the communicator of a line."""

@@ -4,8 +4,7 @@ Defines every movement in differentiable tensor operations; both simulated strat
 value that is equal on all ranks has no leading dimension.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.collectives.moves import untiled_dims
-from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.collectives.operations import Collective, Extremum
 from shardmap_torch.errors import CollectiveError
 
 
@@ -41,13 +40,34 @@ class Stack:
 
 
 def _sum(c: Collective, x: Stack) -> Stack:
-    # torch promotes the sum of small integers; a collective keeps the dtype.
-    with _supported(c, x):
-        return x.equal(_sum_of_ranks(x.every()))
+    return x.equal(combined("sum", c, x.every()))
+
+
+def _extremum(op: str, c: Collective, x: Stack) -> Stack:
+    return x.equal(combined(op, c, x.value)) if x.varies else x
+
+
+def combined(op: str, c: Collective | Extremum, every: Tensor) -> Tensor:
+    """Combines values along dim 0, with one rounding: sums of halves are added in float32.
+
+    A NaN among them is the result. A sum or an extremum that is zero may have either sign.
+
+    Raises:
+        CollectiveError: torch lacks the operation for the dtype.
+    """
+    try:
+        return _COMBINE[op](every)
+    except NotImplementedError:  # torch's unsigned integers and floats of eight bits
+        dtype = str(every.dtype).removeprefix("torch.")
+        called = c if op == "sum" or isinstance(c, Extremum) else Extremum(op, c)
+        raise CollectiveError(
+            f"{called}: torch cannot reduce {dtype} on {every.device.type}; convert the operand."
+        ) from None
 
 
 def _sum_of_ranks(x: Tensor) -> Tensor:
     """Sums over dim 0; other dims lie as they did, as a sum that transposes takes twice as long."""
+    # torch promotes the sum of small integers; a collective keeps the dtype.
     dims = range(1, x.ndim)
     order = sorted(dims, key=x.stride, reverse=True)
     if order == [*dims]:
@@ -55,20 +75,11 @@ def _sum_of_ranks(x: Tensor) -> Tensor:
     return x.permute(0, *order).sum(0, dtype=x.dtype).permute([order.index(dim) for dim in dims])
 
 
-def _extremum(reduce: Callable[[Tensor, int], Tensor], c: Collective, x: Stack) -> Stack:
-    with _supported(c, x):
-        return x.equal(reduce(x.every(), 0)) if x.varies else x
-
-
-@contextmanager
-def _supported(c: Collective, x: Stack) -> Iterator[None]:
-    try:
-        yield
-    except NotImplementedError:  # torch's unsigned integers and floats of eight bits
-        dtype = str(x.value.dtype).removeprefix("torch.")
-        raise CollectiveError(
-            f"{c}: torch cannot reduce {dtype} on {x.value.device.type}; convert the operand."
-        ) from None
+_COMBINE: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "sum": _sum_of_ranks,
+    "max": partial(torch.amax, dim=0),
+    "min": partial(torch.amin, dim=0),
+}
 
 
 def _gather(c: Collective, x: Stack) -> Stack:
@@ -179,7 +190,8 @@ def _permute(c: Collective, x: Stack) -> Stack:
     every = x.every()
     source = {target: source for source, target in c.perm}
     index = torch.tensor([source.get(r, 0) for r in range(x.num_ranks)], device=every.device)
-    moved = every.index_select(0, index)
+    # Behind a dim of one entry: torch selects no rows of unsigned integers in one dim.
+    moved = every.unsqueeze(-1).index_select(0, index).squeeze(-1)
     if len(source) == x.num_ranks:
         return x.varying(moved)
     hit = [r in source for r in range(x.num_ranks)]
@@ -212,8 +224,8 @@ def _same(c: Collective, x: Stack) -> Stack:
 REFERENCE: Final[Mapping[str, Callable[[Collective, Stack], Stack]]] = MappingProxyType(
     {
         "sum": _sum,
-        "max": partial(_extremum, torch.amax),
-        "min": partial(_extremum, torch.amin),
+        "max": partial(_extremum, "max"),
+        "min": partial(_extremum, "min"),
         "gather": _gather,
         "slice": _slice,
         "pad": _pad,
