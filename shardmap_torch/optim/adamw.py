@@ -60,7 +60,7 @@ def adamw(
     return _AdamW(lr, weight_decay, decays, state_dtype, betas, eps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _AdamW(Elementwise):
     betas: tuple[float, float]
     eps: float

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -121,6 +121,11 @@ class Elementwise(Optimizer):
     state_dtype: torch.dtype | None
 
     moments: ClassVar[tuple[str, ...]] = ()
+
+    def __repr__(self) -> str:
+        """Formats it as the call that makes it."""
+        given = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self)]
+        return f"{type(self).__name__.strip('_').lower()}({', '.join(given)})"
 
     @property
     def moment_names(self) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def sgd(
     return _SGD(lr, weight_decay, decays, state_dtype, momentum, dampening, nesterov)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _SGD(Elementwise):
     momentum: float
     dampening: float

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardmap_torch.checker.queries import closed_over
 from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.source_location import error_site, users_part
-from shardmap_torch.core.tree import Tree, flatten
+from shardmap_torch.core.tree import Tree, flatten, map_leaves
 from shardmap_torch.errors import SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.parallel.caches import Held, closed, fill, opened, own, put_back, take_out
@@ -276,6 +276,8 @@ class _ParallelCall:
     ) -> Any:
         """Returns what `use` makes of the mapped function of a call, and of its arguments."""
         caches: list[Any] = []
+        if any(parameter.is_meta for parameter in self._module.parameters()):
+            args, kwargs = map_leaves(_on_meta, (args, kwargs))
         args, kwargs = take_out((args, kwargs), caches)
         return self._with_specs(use, args, kwargs, caches)
 
@@ -490,6 +492,14 @@ _GATHER = 'Fix: gather what is used whole, as logits by {"lm_head": "colwise_gat
 _DIVIDE = """Fix: choose heads or groups that divide over the ranks, name modules that take shards \
 in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by attributes that it \
 names, as {"layers.*.attn": LocalAttributes("num_heads")}."""
+
+
+def _on_meta(leaf: Any) -> Any:
+    """Returns a tensor on the meta device, as parameters are, for a `ShapeDtype`."""
+    if isinstance(leaf, Tensor) or not (hasattr(leaf, "shape") and hasattr(leaf, "requires_grad")):
+        return leaf
+    options = {"dtype": leaf.dtype, "requires_grad": leaf.requires_grad}
+    return torch.empty(leaf.shape, device="meta", **options)
 
 
 def _is_torchs(error: Exception) -> bool:

@@ -33,6 +33,10 @@ class _Ours(ParallelStyle):
     use_local_output = True
     outputs: Sequence[Change] | None = None
 
+    def __repr__(self) -> str:
+        """Formats it as the call that makes it."""
+        return f"{type(self).__name__}()"
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise SpecError(f"{type(self).__name__} is a style of shardmap_torch.parallelize.")
 
@@ -76,6 +80,11 @@ class LocalAttributes(_Ours):
         """
         self.names, self.heads = names, {} if heads is None else heads
 
+    def __repr__(self) -> str:
+        """Formats it as the call that makes it."""
+        heads = [f"heads={dict(self.heads)!r}"] if self.heads else []
+        return f"LocalAttributes({', '.join([*map(repr, self.names), *heads])})"
+
 
 class PackedColwiseParallel(ColwiseParallel):
     """Shards each of the equal parts of the output by itself: one matrix for q, k and v."""
@@ -84,6 +93,10 @@ class PackedColwiseParallel(ColwiseParallel):
         """Takes the number of parts, and the arguments of `ColwiseParallel`."""
         call_given(super().__init__, (), layouts, SpecError, "PackedColwiseParallel")
         self.parts = parts
+
+    def __repr__(self) -> str:
+        """Formats it as torch formats the style that it refines, with the parts."""
+        return super().__repr__().replace("(", f"(parts={self.parts}, ", 1)
 
 
 ONE_TENSOR: Final = (ColwiseParallel, RowwiseParallel, SequenceParallel)

@@ -60,7 +60,7 @@ class Candidate:
         try:
             figures, why = self._estimate().to_json(), ""
         except ShardMapError as error:
-            figures, why = None, _first_line(error)
+            figures, why = None, _cause(error)
         return replace(self, figures=figures, why=why, checked=True, extended=False)
 
     @property
@@ -254,7 +254,7 @@ class _Search:
         try:
             return self._extended(found) or self._estimated(found)
         except ShardMapError as error:
-            return replace(found, why=_first_line(error))
+            return replace(found, why=_cause(error))
 
     def _extended(self, candidate: Candidate) -> Candidate | None:
         """Carries the figures of few layers on; None where all are few."""
@@ -348,8 +348,10 @@ def _found_by_process(number: int) -> tuple[Mapping[str, Any] | None, str, bool,
     return found.figures, found.why, found.checked, found.extended
 
 
-def _first_line(error: ShardMapError) -> str:
-    return str(error).partition("\n")[0]
+def _cause(error: ShardMapError) -> str:
+    """Returns the first line of an error, and the next one where it only announces a list."""
+    first, *rest = str(error).splitlines()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first
 
 
 def shapes(num_ranks: int, num_axes: int) -> Iterator[tuple[int, ...]]:

@@ -173,3 +173,20 @@ def test_what_no_optimizer_can_do_is_an_error(name: str) -> None:
     with pytest.raises(OptimizerError) as caught:
         make()
     assert str(caught.value) == text
+
+
+def test_optimizers_are_shown_as_the_calls_that_make_them() -> None:
+    shown = "adamw(lr=0.1, weight_decay=0.01, decays=True, state_dtype=None, betas=(0.9, 0.999), "
+    assert repr(adamw(0.1)) == f"{shown}eps=1e-08)"
+    assert repr(sgd(0.1)).startswith("sgd(lr=0.1, weight_decay=0.0, ")
+
+
+def test_gradients_with_their_norm_are_told_from_gradients() -> None:
+    tree, optimizer = {"w": torch.ones(2)}, adamw(0.1)
+    with pytest.raises(OptimizerError) as error:
+        optimizer.update(tree, (tree, torch.ones(())), optimizer.init(tree))
+    assert str(error.value) == (
+        "An optimizer needs gradients and moments like the parameters, not a tuple of 2 whose "
+        "item 0 is like them.\nFix: take it apart, as in value, grads = value_and_grad(loss)("
+        "params) and grads, norm = clip_by_global_norm(grads, specs)."
+    )

@@ -158,7 +158,11 @@ def test_figures_of_few_layers_are_carried_on_to_all_of_them() -> None:
 def test_the_best_step_is_checked_with_all_of_its_layers() -> None:
     ranking = best_mesh(deep, 4, **DEEP, choices={"recompute": (False,), "wrong": (16,)})
     assert [c.figures for c in ranking.candidates] == 3 * [None]
-    assert {c.why for c in ranking.candidates} == {"loss: the result does not match out_specs:"}
+    (why,) = {c.why for c in ranking.candidates}
+    assert why == (
+        "loss: the result does not match out_specs: out: P() promises one value on all ranks of "
+        "'pp', but the result varies over it"
+    )
 
 
 def test_other_options_are_checked_by_themselves() -> None:
@@ -190,11 +194,15 @@ def test_choices_are_lists_and_layers_a_number(given: Any, why: str) -> None:
         best_mesh(build, 2, axes=("dp", "tp"), hardware=H100, **given)
 
 
+_UP = "up: dim 1 has size 16384, which does not divide over 'tp' = 3 ranks (16384 = 5461*3 + 1)"
+_X = "x: dim 0 has size 1024, which does not divide over 'dp' = 3 ranks (1024 = 341*3 + 1)"
+
+
 def test_what_does_not_divide_is_listed_with_its_reason() -> None:
     ranking = best_mesh(build, 3, axes=("dp", "tp"), hardware=H100)
     assert [candidate.why for candidate in ranking.candidates] == [
-        f"mlp: the arguments do not match in_specs on the abstract mesh (dp={dp}, tp={tp}):"
-        for dp, tp in ((1, 3), (3, 1))
+        f"mlp: the arguments do not match in_specs on the abstract mesh (dp={dp}, tp={tp}): {first}"
+        for dp, tp, first in ((1, 3, _UP), (3, 1, _X))
     ]
     with pytest.raises(SpecError) as error:
         ranking.best  # noqa: B018
