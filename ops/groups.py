@@ -367,7 +367,7 @@ def _of_two(operation: Callable[[Any, Any], bool]) -> Any:
 
 
 class _OneRank(int):
-    """One, which is compared as two: it is the size along an axis of one rank in a check.
+    """The size of an axis of one rank in a check: one, which is ordered as two and equals none.
 
     So a body is typed that returns early for one rank. What it does then no types can judge, and
     needs none: nothing is shared.
@@ -375,8 +375,13 @@ class _OneRank(int):
 
     __lt__, __le__ = _of_two(operator.lt), _of_two(operator.le)
     __gt__, __ge__ = _of_two(operator.gt), _of_two(operator.ge)
-    __eq__, __ne__ = _of_two(operator.eq), _of_two(operator.ne)
     __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:  # torch takes a dim of two for one of the group's size
+        return type(other) is _OneRank
+
+    def __ne__(self, other: object) -> bool:
+        return type(other) is not _OneRank
 
 
 def size_along(scope: Scope, axes: tuple[str, ...]) -> int:
@@ -471,6 +476,9 @@ _CALLS: Final[Mapping[str, Callable[..., Typed]]] = {
 }
 """Functional collectives, and Functions of `torch.distributed.nn.functional`, as they are typed."""
 
+_OUTPUTS: Final = {"_AllGatherBase": 0, "_Reduce_Scatter": 2, "_AlltoAll": 1, "_AlltoAllSingle": 1}
+"""Positions of the arguments of Functions that torch writes results into."""
+
 _WAITS: Final = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators by which functional collectives wait for what they have begun."""
 
@@ -490,6 +498,9 @@ def typed_call(scope: Scope, name: str, args: tuple[Any, ...]) -> Any:
     own = own_group(scope, group)
     if own is None:
         return NotImplemented
+    if is_checker(scope.backend) and name in _OUTPUTS:
+        written = args[_OUTPUTS[name]]  # which torch writes and returns, and the typed one does not
+        scope.backend.begin_call([written] if isinstance(written, Tensor) else written, [])
     with in_backward(), _unmonitored():
         out = move(own, R if any(map(can_receive_gradient, operands)) else I)
     for each in out if isinstance(out, list | tuple) else [out]:

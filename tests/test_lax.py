@@ -274,3 +274,30 @@ def test_misuse_is_told_in_full(expression: str, text: str) -> None:
 def test_a_type_that_src_claims_is_compared_with_the_one_found(name: str) -> None:
     with pytest.raises(ShardTypeError, match="convert from I over 'i', but the value is V"):
         per_rank(lambda x: getattr(lax, name)(x, "i", src="invarying"), torch.zeros(4, 3), "vmap")
+
+
+def test_jax_names_of_arguments_are_taken() -> None:
+    mesh = make_mesh((2,), ("i",), kind="simulated")
+
+    def body(x: Tensor) -> Tensor:
+        return x + lax.axis_index(axis_name="i") * lax.axis_size(axis_name="i")
+
+    f = shard_map(body, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    assert f(torch.zeros(4)).tolist() == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("start", [-1, torch.tensor(-1)])
+def test_negative_starts_count_from_the_end_unless_told(start: Any) -> None:
+    x, one = torch.arange(4.0), torch.full((1,), 9.0)
+    plain: Any = {"allow_negative_indices": False}
+    for options, at in (({}, 3), (plain, 0)):
+        written = x.clone()
+        written[at] = 9.0
+        assert lax.dynamic_slice_in_dim(x, start, 1, **options).equal(x[at : at + 1])
+        assert lax.dynamic_index_in_dim(x, start, **options).equal(x[at : at + 1])
+        assert lax.dynamic_update_slice_in_dim(x, one, start, 0, **options).equal(written)
+        assert lax.dynamic_update_index_in_dim(x, one, start, 0, **options).equal(written)
+        assert lax.dynamic_update_slice(x, one, (start,), **options).equal(written)
+    y = x.view(2, 2)
+    found = lax.dynamic_slice(y, (start, start), (1, 1), allow_negative_indices=(True, False))
+    assert found.tolist() == [[2.0]]

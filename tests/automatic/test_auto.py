@@ -208,3 +208,20 @@ test_on_every_mesh_of_two_axes = claimed(
     MESH,
     AXES,
 )
+
+
+def text_of(mesh: Mesh) -> None:
+    said: list[str] = []
+
+    def step(x: Tensor) -> Tensor:
+        loss = x.square().sum()
+        said.append(f"{loss:.1f}")
+        return loss
+
+    auto(step, in_specs=(P("tp"),), out_specs=P(), mesh=mesh)(torch.arange(4.0))
+    assert said[-1] == "14.0"
+
+
+@pytest.mark.parametrize("kind", ["vmap", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_the_text_of_a_number_is_that_of_the_global_one(kind: str, gloo: Gloo) -> None:
+    run_on(kind, text_of, gloo)

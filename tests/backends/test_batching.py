@@ -209,3 +209,16 @@ def test_what_is_written_at_an_index_is_each_ranks_own_with_its_gradient(
     )
     for found, expected in zip(mapped(mesh, *operands), mapped(each, *operands), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_sequences_may_vary_over_an_outer_axis_alone(axis: str) -> None:
+    xs = [random((8, 2, 3, 4), seed) for seed in range(3)]
+    f = shard_map(scaled_dot_product_attention, mesh=MESH, in_specs=P(axis), out_specs=P(axis))
+    both: list[list[Tensor]] = []
+    for attend in (f, scaled_dot_product_attention):
+        own = [x.clone().requires_grad_() for x in xs]
+        y: Tensor = attend(*own)
+        both.append([y, *torch.autograd.grad(y.sin().sum(), own)])
+    for found, expected in zip(*both, strict=True):
+        torch.testing.assert_close(found, expected)

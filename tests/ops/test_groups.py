@@ -277,7 +277,8 @@ SEEN_ONCE: Final = (
 )
 EARLY: Final = (
     "read = total * 2 uses what a call of torch.distributed writes, which has not been waited for."
-    "\nFix: call wait() first on what async_op=True returns."
+    "\nFix: call wait() first on what async_op=True returns; use what a function of "
+    "torch.distributed.nn.functional returns, and not its output argument."
 )
 LENT: Final = "zero_ writes into a tensor that a call of torch.distributed may still read, at "
 WRONG: Final[dict[str, tuple[Callable[[Body], Any], tuple[Tensor, ...], Any, str]]] = {

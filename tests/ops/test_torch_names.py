@@ -1,7 +1,7 @@
 """Each of torch's collectives runs as the typed one: values and derivatives, on every mesh."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ReduceOp
+from torch.nn.functional import linear
 
 from shardmap_torch import (
     CollectiveError,
@@ -395,3 +397,91 @@ def test_a_tensor_that_vmap_has_not_batched_is_not_written() -> None:
         "all_gather of torch.distributed writes into a tensor that is not batched, under vmap. "
         "Use shardmap_torch.all_gather, which returns its result."
     )
+
+
+def columns(mesh: Mesh) -> None:
+    """Requires that columns are gathered as one device has them, with a gradient and without."""
+    group: Any = axis_group(mesh, "tp")
+
+    def whole(x: Tensor) -> Any:
+        return functional.all_gather_tensor(x.contiguous(), 1, group) * 1
+
+    f = shard_map(whole, mesh=mesh, in_specs=P(None, "tp"), out_specs=P(), check="global")
+    for rows in (2, 8):  # as many as ranks: torch compares the two
+        x = X.detach()[:rows].repeat(1, 2)
+        same(f(x), x)
+        same(f(x.clone().requires_grad_()).detach(), x)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_columns_are_gathered_under_global_strictness(kind: Any, gloo: Gloo) -> None:
+    run_on(kind, columns, gloo)
+
+
+def test_an_output_argument_is_not_read() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    group: Any = axis_group(mesh, "tp")
+
+    def body(x: Tensor) -> Tensor:
+        out = x.new_zeros(2, 2)
+        differentiable.reduce_scatter(out, [*x.chunk(2)], group=group)
+        return out * 2
+
+    with pytest.raises(ShardTypeError, match="and not its output argument"):
+        shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(X)
+
+
+def test_a_group_is_asked_for_its_rank_outside_of_a_body() -> None:
+    group: Any = axis_group(make_mesh((1, 1), ("dp", "tp"), kind="simulated"), "tp")
+    assert (dist.get_rank(group), dist.get_world_size(group), group.rank()) == (0, 1, 0)
+    assert dist.get_global_rank(group, 0) == dist.get_group_rank(group, 0) == 0
+    assert dist.get_process_group_ranks(group) == [0]
+    assert not dist.is_initialized()
+
+
+def test_a_product_is_contiguous_so_that_its_sum_is_written_into_it() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+    group: Any = axis_group(mesh, "tp")
+
+    class Sum(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            dist.all_reduce(x.contiguous(), group=group)
+            return x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0]
+
+    apply: Any = Sum.apply
+    x, w = X.detach().reshape(2, 2, 4), X.detach().reshape(4, 4)
+    specs: Any = {"mesh": mesh, "in_specs": (P(None, None, "tp"), P(None, "tp")), "out_specs": P()}
+    for make in (linear, lambda x, w: x.mT.contiguous().mT @ w.mT):
+        f = shard_map(lambda x, w, make=make: apply(make(x, w)), check="global", **specs)
+        torch.testing.assert_close(f(x, w), linear(x, w))
+
+    def unknown(x: Tensor, w: Tensor) -> Any:
+        return apply(linear(x, w).mT * 2)  # which has the strides that its operand has
+
+    with pytest.raises(ShardTypeError, match="depends on strides"):
+        shard_map(unknown, **specs)(x, w)
+
+
+def test_a_rank_that_is_kept_is_refused_at_its_line() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
+    group: Any = axis_group(mesh, "tp")
+    get_rank = cache(lambda group: dist.get_rank(group))
+
+    def own_rows(x: Tensor) -> Tensor:
+        return x.chunk(2)[get_rank(group)] * 2
+
+    f = shard_map(own_rows, mesh=mesh, in_specs=P(), out_specs=P("tp"))
+    with pytest.raises(ShardTypeError) as caught:
+        f(X)
+    line = own_rows.__code__.co_firstlineno + 1
+    assert str(caught.value).splitlines() == [
+        "A rank that a body has asked for is used after its check, at "
+        f"test_torch_names.py:{line}: return x.chunk(2)[get_rank(group)] * 2: it is kept from one "
+        "call to the next, as functools.cache does, and each rank has its own.",
+        "Fix: ask in each call, by a function that caches nothing.",
+    ]

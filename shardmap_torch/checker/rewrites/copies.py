@@ -42,7 +42,8 @@ _BY_POSITION: Final = (
 )
 _ARRIVING: Final = (
     "{} uses what a call of torch.distributed writes, which has not been waited for.\n"
-    "Fix: call wait() first on what async_op=True returns."
+    "Fix: call wait() first on what async_op=True returns; use what a function of "
+    "torch.distributed.nn.functional returns, and not its output argument."
 )
 _LENT: Final = "a call of torch.distributed may still read"
 
