@@ -39,7 +39,9 @@ class Function(torch.autograd.Function):
     itself, and a collective in backward that would add them again is an error.
 
     The cotangent that backward returns must have the type that belongs to the input's: invariant
-    for an invariant input, partial for a replicate one. Strategy "ranks" shows if that is wrong.
+    for an invariant input, partial for a replicate one. One that it makes up, such as that of an
+    auxiliary loss, is the whole gradient where the input is invariant; for a replicate input it is
+    n times too large, and a check refuses it. Strategy "ranks" shows if that is wrong.
 
     Shape, types, bytes: those of its methods.
 

@@ -164,7 +164,7 @@ def _named_axes(types: Sequence[Any]) -> frozenset[str]:
 
 def _varying(interpreter: Interpreter, inputs: Sequence[Tensor]) -> set[str]:
     """Returns the axes over which some input is a shard or a pending sum."""
-    interpreter.copies.reject_stale(interpreter.name, inputs)
+    interpreter.copies.reject_stale(interpreter, inputs)
     types = [interpreter.storage_type(interpreter.fakify(x)).types for x in inputs]
     return {
         axis

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import unwrap
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
@@ -80,7 +80,10 @@ def error_site(error: BaseException) -> Site | None:
 def definition_of(function: object) -> Site | None:
     """Returns the line on which a function of the user's starts; None for what has no code."""
     code = getattr(unwrap(function), "__code__", None) if callable(function) else None
-    return None if code is None else Site(code.co_filename, code.co_firstlineno)
+    if code is None:
+        return None
+    lines = (Site(code.co_filename, line) for line in count(code.co_firstlineno))
+    return next(site for site in lines if not site.source.startswith("@"))
 
 
 def is_raised_by_user(error: BaseException) -> bool:
@@ -116,6 +119,13 @@ def _site(file: str, line: int) -> Site:
 def call_site() -> Site | None:
     """Finds the innermost line on the stack that is neither in this package nor in torch."""
     frame = _users(sys._getframe(1))
+    return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
+
+
+def site_within(code: CodeType) -> Site | None:
+    """Finds that line if a function which is running has called it, as autograd calls backwards."""
+    inner = takewhile(lambda each: each.f_code is not code, _outwards(sys._getframe(1)))
+    frame = next((each for each in inner if _is_users(each)), None)
     return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -171,15 +181,17 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _users(frame: FrameType | None) -> FrameType | None:
     """Finds the innermost frame of the user's code, from this one outwards."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        is_users = _USERS.get(name)
-        if is_users is None:
-            is_users = _USERS[name] = not name.startswith(_OWN)
-        if is_users:
-            return frame
+    while frame is not None and not _is_users(frame):
         frame = frame.f_back
-    return None
+    return frame
+
+
+def _is_users(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    known = _USERS.get(name)
+    if known is None:
+        known = _USERS[name] = not name.startswith(_OWN)
+    return known
 
 
 def users_part(error: BaseException) -> TracebackType | None:

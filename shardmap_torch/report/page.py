@@ -239,7 +239,7 @@ class Shown:
 _PLACE: Final = re.compile(r"(?P<file>[^\s/\\:]+):(?P<line>\d+): (?P<source>.+)")
 """A line of the user's code as errors name it: `model.py:12: y = x @ w`."""
 
-_REFUSED: Final = ("  at ", "  in the backward of ", "  called at ")
+_REFUSED: Final = ("  at ", "  in the backward of ", "  in the backward at ", "  called at ")
 """Beginnings of the lines of a message that name where it was found."""
 
 

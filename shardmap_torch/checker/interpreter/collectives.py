@@ -11,7 +11,6 @@ from torch import Tensor
 from shardmap_torch.backends.vmap import SPREAD
 from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
-from shardmap_torch.checker.interpreter.modes import seeing
 from shardmap_torch.checker.ir.fake_results import empty
 from shardmap_torch.checker.ir.own_functions import rejects_transforms
 from shardmap_torch.checker.ir.program import Equation, bytes_sent, is_constant, use_of
@@ -70,7 +69,7 @@ class AbstractBackend(WithoutAutomaticAxes):
 
     def seeing(self) -> AbstractContextManager[object]:
         """Returns a context in which code that a backward runs again is seen."""
-        return seeing(self._interpreter)
+        return self._interpreter.seeing()
 
     def begin_call(
         self, written: Sequence[Tensor], read: Sequence[Tensor]
@@ -192,7 +191,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         if applied is not None and move not in EXTREMA:
             move = applied.move
         x = interpreter.fakify(x)
-        interpreter.copies.reject_stale(interpreter.name, [x])
+        interpreter.copies.reject_stale(interpreter, [x])
         storage_type = interpreter.storage_type(x)
         operand = use_of("x", x, storage_type)
         shown = _shown(move, applied)

@@ -10,9 +10,9 @@ interpreter keeps the arguments of torch functions by node, from the first such 
 """
 
 import sys
-from collections.abc import Iterable, Sequence
-from functools import partial
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
@@ -20,29 +20,31 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.cotangents import Giver, settled, uses_of
 from shardmap_torch.checker.ir.own_functions import (
+    GRAD_FN,
     applied,
+    backward_of,
     has_saving_hooks,
     is_own,
     name_of_hook,
     name_of_own,
     own_nodes,
 )
-from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
-from shardmap_torch.checker.ir.repairs import rejected
-from shardmap_torch.checker.rules.infer import Types, tensors_of
+from shardmap_torch.checker.ir.program import Equation, Use, use_of
+from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
-from shardmap_torch.core.autograd_state import running_backward
+from shardmap_torch.core.autograd_state import graph_nodes, running_backward
 from shardmap_torch.core.functorch import base_of, levels
+from shardmap_torch.core.source_location import definition_of
 from shardmap_torch.core.source_location import is_own as is_of_library
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
     current_autograd_node,
 )
-from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.types import I, K, Partial, R, V, Z
+from shardmap_torch.types import I, K, Partial, V, Z
 
 if TYPE_CHECKING:  # for annotations; it takes a second to import
     from shardmap_torch.checker.interpreter.interpreter import Interpreter
@@ -123,11 +125,11 @@ def _reject_inner(interpreter: "Interpreter", node: Node, name: str) -> None:
         )
 
 
-def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls what registers a hook, or gives a node for hooks; nothing compares these step by step.
+def follow_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls what registers a hook, or gives a node for hooks; gradients that these give are typed.
 
     Raises:
-        ShardTypeError: under global strictness, which may compare the whole body by numbers.
+        ShardTypeError: under global strictness, which compares the whole body by numbers.
     """
     node, reader = (
         current_autograd_node(),
@@ -136,7 +138,36 @@ def refuse_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) 
     is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
     if is_compared and not is_of_library(reader):
         refuse_uncompared(interpreter, name_of_hook(func))
+    interpreter.asks_nodes |= func == GRAD_FN and not is_of_library(reader)
+    if func is Tensor.register_hook and not interpreter.is_paused:
+        given = {**dict(zip(("self", "hook"), args, strict=False)), **kwargs}
+        interpreter.has_hooks = True
+        value: Any = given["self"]
+        return value.register_hook(_seen(interpreter, value, given["hook"]))
     return func(*args, **kwargs)
+
+
+def _seen(
+    interpreter: "Interpreter", value: Tensor, hook: Callable[[Tensor], Tensor | None]
+) -> Callable[[Tensor], Tensor]:
+    """Returns a hook whose functions of torch are seen, and whose gradient is typed as the value's.
+
+    It gives a tensor in any case: one that the hook has written to is another one for the others.
+    """
+    operand = use_of("", base_of(value), interpreter.storage_type(value))
+    site = definition_of(hook)
+
+    @wraps(hook)
+    def seen(gradient: Tensor) -> Tensor:
+        lent = _lent(interpreter, gradient)
+        with interpreter.seeing():
+            found = hook(lent)
+        found = lent if found is None else found
+        interpreter.copies.reject_stale(interpreter, [found], site)
+        giver = Giver("a value", "a hook on it", site, uses_of(interpreter, [lent]))
+        return settled(interpreter, operand, found, giver)
+
+    return seen
 
 
 def refuse_saving_hooks(interpreter: "Interpreter") -> None:
@@ -161,12 +192,22 @@ def refuse_uncompared(interpreter: "Interpreter", what: str) -> None:
 
 
 def watch(interpreter: "Interpreter", outputs: Sequence[Any]) -> None:
-    """Registers hooks that check the user's own Functions in a backward from `outputs`."""
-    for node, name in own_nodes(outputs):
-        if node not in interpreter.watched:
-            interpreter.watched.add(node)
-            node.register_prehook(partial(_enter, interpreter, node, name))
-            node.register_hook(partial(_check, interpreter, node, name))
+    """Registers hooks that check the user's own code in a backward from `outputs`.
+
+    That is in Functions, and in hooks on any node, if the body has had one.
+    """
+    own: dict[Any, str] = dict(own_nodes(outputs))
+    roots = [x.grad_fn for x in outputs if isinstance(x, Tensor)] if interpreter.asks_nodes else ()
+    for node in dict.fromkeys([*own, *graph_nodes(roots)]):
+        if node in interpreter.watched:
+            continue
+        interpreter.watched.add(node)
+        if node in own:
+            node.register_prehook(partial(_enter, interpreter, node, own[node]))
+            node.register_hook(partial(_check, interpreter, node, own[node]))
+        else:
+            node.register_prehook(partial(_settle_results, interpreter, node))
+            node.register_hook(partial(_settle_operands, interpreter, node))
 
 
 def uncommitted(
@@ -217,6 +258,14 @@ def _link(interpreter: "Interpreter", result: Tensor, open_axes: Sequence[int]) 
             interpreter.results_of[node._sequence_nr(), number] = use, met
 
 
+def _lent(interpreter: "Interpreter", gradient: Tensor) -> Tensor:
+    """Returns a gradient for code that may write into it; see `Copies.lend`."""
+    lent = interpreter.copies.lend(interpreter, gradient)
+    if lent is not gradient:
+        _link(interpreter, lent, range(len(interpreter.axes)))
+    return lent
+
+
 def _enter(
     interpreter: "Interpreter", node: Node, name: str, gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
@@ -233,11 +282,16 @@ def _enter(
             gradient, lambda at, have: Partial if at in met and plain(have) == V else have
         )
 
-    typed = tuple(as_sum(number, gradient) for number, gradient in enumerate(gradients))
+    typed = [as_sum(number, gradient) for number, gradient in enumerate(gradients)]
+    if interpreter.asks_nodes:
+        typed = [*_settle_results(interpreter, node, typed)]
+    lent = tuple([x if x is None else _lent(interpreter, x) for x in typed])
     if _is_compared(interpreter, node):
-        values = [_value(interpreter, node, number) for number in range(len(typed))]
-        interpreter.observer.on_backward_start(name, values, _bases(typed))
-    return typed
+        values = [_value(interpreter, node, number) for number in range(len(lent))]
+        interpreter.observer.on_backward_start(name, values, _bases(lent))
+    own = interpreter.own[node] = ExitStack()
+    own.enter_context(interpreter.seeing())
+    return lent
 
 
 _COMPILED: Final = ("torch.", "shardmap_torch.collectives.", "shardmap_torch.checkpoint")
@@ -254,19 +308,8 @@ def _check(
     gradients: Sequence[Any],
     seeds: Sequence[Any],
 ) -> tuple[Any, ...]:
-    duals = [interpreter.storage_type(base_of(seed)).types for seed in seeds if seed is not None]
-    operands = [_operand(interpreter, *edge) for edge in node.next_functions]
-    gradients = tuple(
-        _as_addend(interpreter, _as_own(interpreter, gradient, duals), operand)
-        for gradient, operand in zip_longest(gradients, operands[: len(gradients)])
-    )
-    for gradient, operand in zip(gradients, operands, strict=False):
-        if gradient is None or operand is None or operand.shape != tuple(gradient.shape):
-            continue
-        storage_type = interpreter.storage_type(base_of(gradient))
-        for at, pair in enumerate(zip(operand.types, storage_type.types, strict=True)):
-            if pair[0] == I and pair[1].varies:
-                raise _wrong(interpreter, node, name, at, operand, storage_type)
+    interpreter.own.pop(node).close()
+    gradients = _handed_on(interpreter, node, name, gradients, seeds)
     if _is_compared(interpreter, node):
         pairs = zip(gradients, node.next_functions, strict=False)
         returned = [(g, _value(interpreter, *edge)) for g, edge in pairs if edge[0] is not None]
@@ -275,34 +318,52 @@ def _check(
     return gradients
 
 
-def _as_addend(interpreter: "Interpreter", gradient: Any, operand: Use | None) -> Any:
-    """Types a gradient of addends that is equal on all ranks as R: each addend has that gradient.
+def _handed_on(
+    interpreter: "Interpreter",
+    node: Node,
+    name: str,
+    gradients: Sequence[Any],
+    seeds: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Types the gradients that the user's own backward has returned as those of its operands."""
+    site = definition_of(backward_of(node))
+    returned = [gradient for gradient in gradients if gradient is not None]
+    interpreter.copies.reject_stale(interpreter, returned, site)
+    uses = uses_of(interpreter, seeds)
+    giver = Giver(f"an operand of {name}", "its backward", site, uses)
+    return _settled(interpreter, gradients, node.next_functions, giver)
 
-    For example, a sum's backward may return the sum's cotangent unchanged: I there, R of an addend.
-    """
-    if gradient is None or operand is None:
-        return gradient
-    of = operand.types
-    return interpreter.retyped(
-        gradient, lambda at, have: R if have == I and of[at].varies else have
-    )
+
+def _settled(
+    interpreter: "Interpreter",
+    gradients: Sequence[Any],
+    edges: Sequence[tuple[Node | None, int]],
+    giver: Giver,
+) -> tuple[Any, ...]:
+    found = [*gradients]
+    for at, (gradient, edge) in enumerate(zip(gradients, edges, strict=False)):
+        operand = None if gradient is None else _operand(interpreter, *edge)
+        if operand is not None and operand.shape == tuple(gradient.shape):
+            found[at] = settled(interpreter, operand, gradient, giver)
+    return tuple(found)
 
 
-def _as_own(interpreter: "Interpreter", gradient: Any, cotangents: Sequence[Types]) -> Any:
-    """Types a gradient that does not depend on the cotangents, such as a constant, as V.
+_HOOK: Final = Giver("a value", "a hook on a node")
 
-    If the results are equal on all ranks, the operand was used in one computation, and the gradient
-    stays. Otherwise each rank has used it for its own results, and all their gradients, also equal
-    ones, have to be summed.
-    """
-    if gradient is None or interpreter.goes_on([gradient]):
-        return gradient
-    own = {
-        at for seed in cotangents for at, have in enumerate(seed) if plain(have) in (V, R, Partial)
-    }
-    return interpreter.retyped(
-        gradient, lambda at, have: V if at in own and have in (I, R, K) else have
-    )
+
+def _settle_results(
+    interpreter: "Interpreter", node: Node, gradients: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Types what hooks have made of the gradients of a node's results."""
+    edges = [(node, number) for number in range(len(gradients))]
+    return _settled(interpreter, gradients, edges, _HOOK)
+
+
+def _settle_operands(
+    interpreter: "Interpreter", node: Node, gradients: Sequence[Any], seeds: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Types what hooks have made of the gradients of a node's operands."""
+    return _settled(interpreter, gradients, node.next_functions, _HOOK)
 
 
 def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> Use | None:
@@ -316,29 +377,3 @@ def _operand(interpreter: "Interpreter", producer: Node | None, number: int) -> 
     results = () if source is None else source.results
     made = results[number] if number < len(results) else None
     return interpreter.results_of.get((producer._sequence_nr(), number), (made, ()))[0]
-
-
-def _wrong(
-    interpreter: "Interpreter",
-    node: Node,
-    name: str,
-    at: int,
-    operand: Use,
-    storage_type: StorageType,
-) -> ShardTypeError:
-    axis, have, applied = (
-        interpreter.axes[at],
-        storage_type.types[at],
-        interpreter.equation_of(node),
-    )
-    site = applied.site if applied is not None else None
-    return rejected(
-        f"{interpreter.name}: over {axis!r}, an operand of {name} is I and its backward gives it a "
-        f"gradient that is {have}: {messages.wrong(I, have)}.\n"
-        f"  at {site}\n"
-        f"  the operand is {operand}, from {operand.storage_type.origin()}\n"
-        f"  the gradient is from {storage_type.origin()}\n"
-        f"Fix: give it the operand as R, with convert(x, {axis!r}, src=I, dst=R), or sum the "
-        "gradient in the backward of a shardmap_torch.Function.",
-        proposals=messages.repairs_to(interpreter, operand.storage_type, at, R),
-    )

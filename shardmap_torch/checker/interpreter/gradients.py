@@ -7,7 +7,6 @@ it uses the gradient, not at the end.
 
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from inspect import signature
 from types import FrameType
 from typing import Any, Final
@@ -16,9 +15,11 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter.cotangents import parts_of, retyped
 from shardmap_torch.checker.interpreter.custom_functions import watch
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting
 from shardmap_torch.checker.ir.program import Equation, use_of
+from shardmap_torch.checker.ir.repairs import rejection_of
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
 from shardmap_torch.core.autograd_state import graph_nodes
@@ -33,15 +34,28 @@ from shardmap_torch.core.torch_private.engine import (
     vmapping_by_autograd,
 )
 from shardmap_torch.errors import ShardTypeError
-from shardmap_torch.types import COTANGENT, K, Partial, R, V, Z
+from shardmap_torch.types import COTANGENT, I, K, Partial, R, V, Z
 
 _TAKES_GRADIENT: Final = gradient_of_transform.__code__
 _EQUAL: Final = frozenset({R, K, Z})
 """Types of values that are equal on all ranks, and whose gradient may be a pending sum."""
 
 
-def seed(interpreter: Interpreter, output: Tensor, cotangent: Tensor | None) -> Tensor | None:
-    """Checks the cotangent that a backward in the body starts from, or makes and types one."""
+def _seeds(
+    interpreter: Interpreter, outputs: Sequence[Tensor], given: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Checks the cotangents that a backward in the body starts from, or makes and types them.
+
+    Where gradients of several values, or of the user's own code, may meet, those that are equal on
+    all ranks make their values I: they are no addends beside those of another.
+    """
+    meet = len(outputs) > 1 or interpreter.may_be_addends
+    return [_seed(interpreter, x, y, meet) for x, y in zip(outputs, given, strict=True)]
+
+
+def _seed(
+    interpreter: Interpreter, output: Tensor, cotangent: Tensor | None, meet: bool
+) -> Tensor | None:
     if isinstance(output, torch.autograd.graph.GradientEdge) or not output.requires_grad:
         return cotangent
     have = interpreter.storage_type(output).types
@@ -53,15 +67,29 @@ def seed(interpreter: Interpreter, output: Tensor, cotangent: Tensor | None) -> 
         cotangent = torch.ones_like(output)
         # A varying value's cotangent is each rank's own.
         interpreter.storage_type(cotangent).types = tuple(COTANGENT.get(t, K) for t in have)
-    cotangents = interpreter.storage_type(cotangent).types
-    for axis, (axis_type, dual) in enumerate(zip(have, cotangents, strict=True)):
-        if not accepts(axis_type, dual):
-            what = "the differentiated value"
-            raise messages.cotangent(
-                interpreter, axis, axis_type, interpreter.storage_type(cotangent), what
-            )
+    duals = interpreter.storage_type(cotangent).types
+    parts = parts_of(interpreter, have, cotangent)
+    for at, (own, dual) in enumerate(zip(have, duals, strict=True)):
+        if at not in parts and not accepts(own, dual):
+            what, storage_type = "the differentiated value", interpreter.storage_type(cotangent)
+            error = messages.cotangent(interpreter, at, own, storage_type, what)
+            rejection_of(error).may_be_addend = dual == K
+            raise error
     # The cotangents of a varying value are each rank's own, even if they are equal.
-    return interpreter.retyped(cotangent, lambda at, dual: V if plain(have[at]) == V else dual)
+    varying = {at for at, each in enumerate(have) if plain(each) == V} | parts
+    one = {at for at, each in enumerate(have) if meet and each == K} - parts
+    types = [
+        V if at in varying else I if at in one and dual == K else dual
+        for at, dual in enumerate(duals)
+    ]
+    return retyped(interpreter, cotangent, types, parts)
+
+
+def _given(
+    given: Sequence[Tensor | None], seeds: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    """Returns, typed, the cotangents that the body has given."""
+    return [None if own is None else typed for own, typed in zip(given, seeds, strict=True)]
 
 
 def check_gradient(interpreter: Interpreter, operand: Tensor, gradient: Tensor | None) -> None:
@@ -197,7 +225,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     if interpreter.goes_on(given_seeds):
         return func(*args, **kwargs)
     interpreter.traits.takes_gradients = True
-    seeds = tuple(map(partial(seed, interpreter), outputs, given_seeds))
+    seeds = tuple(_seeds(interpreter, outputs, given_seeds))
     given["outputs"], given["grad_outputs"] = outputs, seeds
     in_transform = any(map(functorch.is_functorch_wrapped_tensor, outputs))
     interpreter.needs_ranks(None if in_transform else "torch.autograd.grad")
@@ -209,7 +237,7 @@ def _grad(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
     for operand, gradient in zip(inputs, grads, strict=True):
         check_gradient(interpreter, operand, gradient)
     grads = hand_over(interpreter, inputs, grads, outputs)
-    interpreter.observer.on_gradient(outputs, given_seeds, inputs, grads)
+    interpreter.observer.on_gradient(outputs, _given(given_seeds, seeds), inputs, grads)
     return sum_by_repair(interpreter, grads)
 
 
@@ -296,21 +324,41 @@ def _several_backward(interpreter: Interpreter, func: Any, args: Any, kwargs: An
     watch(interpreter, outputs)
     if interpreter.goes_on(given_seeds):
         return func(outputs, given_seeds, *rest, **given)
-    seeds = list(map(partial(seed, interpreter), outputs, given_seeds))
+    seeds = _seeds(interpreter, outputs, given_seeds)
     interpreter.traits.takes_gradients = True
     interpreter.needs_ranks("backward")
     before = _fields(leaves)
+    equal = [() if x is None else interpreter.storage_type(x).types for x in before]
     with interpreter.differentiating(seeds):
         func(outputs, seeds, *rest, **given)
     grads = _fields(leaves)
-    for leaf, gradient in zip(leaves, grads, strict=True):
+    for leaf, gradient, types in zip(leaves, grads, equal, strict=True):
         check_gradient(interpreter, leaf, gradient)
+        _check_added(interpreter, types, gradient)
     grads = hand_over(interpreter, leaves, grads, outputs, before)
     _set_fields(interpreter, leaves, grads)
-    interpreter.observer.on_gradient(outputs, given_seeds, leaves, grads, before)
+    interpreter.observer.on_gradient(outputs, _given(given_seeds, seeds), leaves, grads, before)
     with torch.no_grad():
         _set_fields(interpreter, leaves, sum_by_repair(interpreter, grads))
     return None
+
+
+def _check_added(interpreter: Interpreter, before: Types, gradient: Tensor | None) -> None:
+    """Refuses the sum of a gradient in `.grad` that ranks have all of, and of one of addends."""
+    for at, have in enumerate(before if gradient is not None else ()):
+        assert gradient is not None  # by the loop
+        if have in (I, R, K) and interpreter.storage_type(gradient).types[at].varies:
+            axis = interpreter.axes[at]
+            origin = interpreter.storage_type(gradient).origin()
+            raise messages.error(
+                interpreter,
+                f"a gradient of which each rank of {axis!r} has an addend is added to what was in "
+                f".grad before, which is {have}: equal on all ranks, that would count n times.",
+                [f"  the gradient is from {origin}"],
+                "give the first a name of its own, and set .grad to None; or use its value as R, "
+                f"with convert(x, {axis!r}, src=I, dst=R).",
+                types=[have],
+            )
 
 
 def _fields(leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:

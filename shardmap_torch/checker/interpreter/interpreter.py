@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -33,13 +33,14 @@ from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.functorch import Token, base_of
 from shardmap_torch.core.hashing import values_of
-from shardmap_torch.core.source_location import Site, call_site
+from shardmap_torch.core.source_location import Site, call_site, site_within
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     FakeTensor,
     current_autograd_node,
     disable_current_modes,
     functorch,
+    run_engine,
     sequence_number,
 )
 from shardmap_torch.core.torch_private.fake_modes import CheckMode
@@ -110,6 +111,10 @@ class TypeStore:
         ending_levels: those of transforms that take their gradients, and do not differentiate the
             backwards by which they do.
         running: the backwards that the checker has started, and that run.
+        asks_nodes: whether the body has had nodes of autograd, on which hooks may be registered.
+        has_hooks: whether it has registered hooks on tensors.
+        own: by their nodes, contexts in which the user's own backwards run.
+        seeing: makes a context in which functions of torch are seen, also in a backward.
         unversioned: storages of which the body has `.data`: writes that autograd does not see.
         switches: in code that a checkpoint runs for the first time, and no gradients are recorded,
             what gradients have been switched to in it; else None.
@@ -137,6 +142,9 @@ class TypeStore:
         self.keeps_values = False
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
+        self.asks_nodes = self.has_hooks = False
+        self.own: dict[Node, ExitStack] = {}
+        self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
         self.regions: list[range] = []
         self._num_tasks = 0
 
@@ -147,6 +155,8 @@ class TypeStore:
         """
         self.values.clear()
         self.watched.clear()
+        self.own.clear()
+        self.seeing = nullcontext
         self.copies.forget_tensors()
 
     def end(self) -> None:
@@ -158,6 +168,11 @@ class TypeStore:
         self.observer = UNOBSERVED
         for storage_type in self.types_by_storage.values():
             storage_type.made = None
+
+    @property
+    def may_be_addends(self) -> bool:
+        """Returns whether the user's own code may have made gradients, equal addends among them."""
+        return bool(self.watched) or self.has_hooks
 
     def paused(self) -> Setting:
         """Ignores operations in this context: they are not the body's."""
@@ -579,11 +594,18 @@ class Interpreter(TypeStore):
         return None if node is None else self._made_by.get(node._sequence_nr())
 
     def site(self) -> tuple[Site | None, bool]:
-        """Returns the user's line (in a backward the forward's), and whether a backward runs."""
+        """Returns the user's line, and whether a backward runs.
+
+        In autograd's own steps that is the line of the forward, in the user's own code theirs.
+        """
         if running_backward() == NO_BACKWARD:
             return call_site(), False
         forward = self.forward_of_current_node()
-        return (forward.site if forward is not None else None), True
+        return self.own_site() or (forward.site if forward is not None else None), True
+
+    def own_site(self) -> Site | None:
+        """Returns the line of the user's own backward or hook that runs; None if none does."""
+        return site_within(run_engine.__code__)
 
 
 class _Running(threading.local):

@@ -11,7 +11,6 @@ from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.lattice import BRANCH, MIXED, Refusal, branch_advice, plain
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
-from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
@@ -56,14 +55,17 @@ def error(
     types: Iterable[AxisType] = (),
 ) -> ShardTypeError:
     """Builds an error about these types from headline, line, details and advice."""
-    where = [f"  {place(*interpreter.site())}"] if placed else []
+    where = [f"  {place(interpreter)}"] if placed else []
     advice = [f"Fix: {fix}"] if fix else []
     text = "\n".join([f"{interpreter.name}: {head}", *where, *lines, *advice])
     return rejected(text, types)
 
 
-def place(at: Site | None, backward: bool) -> str:
+def place(interpreter: "Interpreter") -> str:
     """Says where a step is, by its line or that of its forward."""
+    at, backward = interpreter.site()
+    if backward and interpreter.own_site() is not None:
+        return f"in the backward at {at}"
     if backward:
         return "in the backward" if at is None else f"in the backward of {at}"
     return "in the body" if at is None else f"at {at}"
@@ -171,7 +173,7 @@ def _both_ways(
         f"  one use gives a gradient that is {use.types[at]}, from {use.storage_type.origin()}"
         for use in uses
     ]
-    return error(
+    both = error(
         interpreter,
         f"a value is needed as I and as R over {axis!r}: one use is a "
         "computation that all ranks repeat, another differs between ranks.",
@@ -179,6 +181,8 @@ def _both_ways(
         f"where each rank uses it differently, use convert(x, {axis!r}, src=I, dst=R).",
         types=[use.types[at] for use in uses],
     )
+    rejection_of(both).may_be_addend = interpreter.may_be_addends
+    return both
 
 
 def culprit(storage_type: StorageType, axis: int, name: str) -> StorageType:

@@ -53,7 +53,7 @@ from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
     FakeTensor,
     custom_function_call,
-    num_function_modes,
+    function_mode_stack,
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
@@ -82,6 +82,7 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         )
         stack.enter_context(guarding_generator_state())
         interpreter.begin()
+        interpreter.seeing = partial(_seeing, interpreter)
         stack.callback(interpreter.forget_nodes)
         stack.enter_context(running(interpreter))
         yield
@@ -215,9 +216,10 @@ class _Functions(FunctionMode):
                 base.__dict__["_shardmap_tokens"] = frozenset()
 
 
-def seeing(interpreter: Interpreter) -> AbstractContextManager[object]:
-    """Sees functions that a backward runs again: torch starts it outside of the function mode."""
-    return _PLAINLY if num_function_modes() else _Functions(interpreter)
+def _seeing(interpreter: Interpreter) -> AbstractContextManager[object]:
+    """Sees functions that a backward runs: torch starts it outside of the function mode."""
+    is_seen = any(isinstance(mode, _Functions) for mode in function_mode_stack())
+    return _PLAINLY if is_seen else _Functions(interpreter)
 
 
 HANDS_ON: Final = (
@@ -446,7 +448,7 @@ ADDRESSES: Final[Mapping[_Question, _Question]] = {
 _SPECIAL: Final[Mapping[Any, Any]] = {
     **dict.fromkeys(
         (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, GRAD_FN),
-        custom_functions.refuse_hooks,
+        custom_functions.follow_hooks,
     ),
     Tensor.__deepcopy__: _deep_copied,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]  # torch's stubs: a tensor

@@ -23,7 +23,7 @@ from shardmap_torch.checker.rules.infer import (
     type_call,
     writes_of,
 )
-from shardmap_torch.checker.rules.lattice import Outcome, Refusal, plain
+from shardmap_torch.checker.rules.lattice import Outcome, Refusal
 from shardmap_torch.collectives.scope import Scope, current_scope
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
@@ -94,9 +94,6 @@ def _is_from_nothing(storage_type: StorageType) -> bool:
     return made is not None and not made.operands and not varying(storage_type.types)
 
 
-_SEED: Final = torch.ops.aten.ones_like.default
-
-
 def result_types(
     interpreter: Interpreter,
     op: OpOverload,
@@ -134,8 +131,6 @@ def result_types(
         rounded = rounding(op, arguments, [tensor for _, tensor in made], types, read)
         if rounded is not None:
             raise messages.refused(interpreter, op, arguments, rounded)
-    if op is _SEED and interpreter.running:
-        return _as_seed(interpreter, arguments["self"], types)
     return types
 
 
@@ -161,16 +156,6 @@ _PRODUCTS: Final = (
     *(torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor),
     *(torch.ops.aten.mm.default, torch.ops.aten.bmm.default),
 )
-
-
-def _as_seed(interpreter: Interpreter, value: Tensor, types: Sequence[Types]) -> list[Types]:
-    """Types the cotangent from which a backward inside of a custom backward starts.
-
-    The mode of torch functions, which does that in the body, is not active there; see
-    `gradients.seed`.
-    """
-    pairs = zip(interpreter.storage_type(value).types, types[0], strict=True)
-    return [tuple([V if plain(own) == V else axis_type for own, axis_type in pairs])]
 
 
 def combined(

@@ -42,7 +42,7 @@ def take(interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any
         raising, refusal = answer_that_raises(), error
         if raising is None or Partial in types or _kind(op, tensors) is not bool:
             raise
-    interpreter.copies.reject_stale(interpreter.name, tensors)
+    interpreter.copies.reject_stale(interpreter, tensors)
     if all(getattr(x, "constant", None) is not None for x in tensors):
         with interpreter.paused():
             return op(**arguments)

@@ -127,6 +127,9 @@ class Observer:
         self.on_step(f"the end of {BACKWARD} {name}", arguments, [])
         self.followed.pop()
 
+    def on_parts(self, gradient: Tensor, axes: Sequence[str]) -> None:
+        """Notes that equal values on the ranks of these axes are addends of one device's."""
+
     def on_python_result(self, path: str, value: object) -> None:
         """Observes a result of the body that is no tensor."""
 

@@ -57,6 +57,16 @@ def _own(node: object) -> type[Function] | None:
     return function if function is not None and is_own(function) else None
 
 
+def backward_of(node: object) -> Callable[..., Any] | None:
+    """Returns the user's own backward that a node runs, or None."""
+    function = _own(node)
+    if function is None:
+        return None
+    name = "backward" if function.vjp is Function.vjp else "vjp"  # torch's second name for it
+    found: Callable[..., Any] = method_of(function, name)
+    return found
+
+
 def communicating(error: CollectiveError) -> type[Function] | None:
     """Returns the plain Function for want of whose scope a backward has failed, if it is one."""
     function = _own(error.node)

@@ -187,6 +187,7 @@ class Rejection:
         equal: the equations that made the equal values which meet what varies.
         closure: the closed-over tensor that would have to be an argument.
         takes_gradients: whether the body has taken gradients by itself before.
+        may_be_addend: whether it is right if an equal gradient is the n-th part of one device's.
         proposals: repairs that could be tried, the likeliest first.
         tried: the one that passed, and which the message names.
     """
@@ -195,6 +196,7 @@ class Rejection:
     equal: "tuple[Equation | None, ...]" = ()
     closure: Tensor | None = None
     takes_gradients: bool = False
+    may_be_addend: bool = False
     proposals: tuple[Repair, ...] = ()
     tried: Repair | None = None
 
@@ -217,7 +219,7 @@ def rejected(
 ) -> ShardTypeError:
     """Makes an error with its record; see `Rejection`."""
     error = ShardTypeError(text)
-    error.rejection = Rejection(frozenset(types), tuple(equal), closure, False, tuple(proposals))
+    error.rejection = Rejection(frozenset(types), tuple(equal), closure, proposals=tuple(proposals))
     return error
 
 

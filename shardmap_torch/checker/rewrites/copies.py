@@ -23,7 +23,7 @@ from shardmap_torch.checker.rules.infer import Types, tensors_of
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
@@ -33,6 +33,12 @@ _BY_STRIDES: Final = (
     "at {} a tensor is read after a write into one that may share its memory: whether reshape, "
     "flatten and contiguous copy depends on strides, which differ between meshes.\n"
     "Fix: take it again after the write, or clone it before."
+)
+_OF_COTANGENT: Final = (
+    "in the backward at {} a gradient is used after a write into memory that it may share: whether "
+    "contiguous, reshape and flatten copy depends on strides, which are those of the caller's use, "
+    "and autograd hands the same memory to others.\n"
+    "Fix: return the tensor that is written, or clone the gradient before the write."
 )
 _BY_POSITION: Final = (
     "at {} a tensor is read after a write into one that shares its memory, as x and x[i] do where "
@@ -45,6 +51,7 @@ _ARRIVING: Final = (
     "Fix: call wait() first on what async_op=True returns; use what a function of "
     "torch.distributed.nn.functional returns, and not its output argument."
 )
+_OF_FORWARD: Final = (_BY_STRIDES, _BY_POSITION)
 _LENT: Final = "a call of torch.distributed may still read"
 
 MAY_COPY: Final = frozenset(
@@ -88,6 +95,12 @@ class Host(Protocol):
     def flows(self, tensor: Tensor) -> bool:
         """Returns whether a gradient flows through a tensor."""
 
+    def site(self) -> tuple[Site | None, bool]:
+        """Returns the user's line, and whether a backward runs."""
+
+    def own_site(self) -> Site | None:
+        """Returns the line of the user's own backward or hook that runs; None if none does."""
+
 
 class Copies:
     """Tensors that may be copies of one another or may share memory."""
@@ -111,17 +124,18 @@ class Copies:
         """Returns whether some of them may have been written to."""
         return bool(self._stale)
 
-    def reject_stale(self, name: str, read: Iterable[Tensor]) -> None:
-        """Refuses tensors whose values in a run are unknown because of a write.
+    def reject_stale(self, host: Host, read: Iterable[Tensor], at: Site | None = None) -> None:
+        """Refuses tensors whose values in a run are unknown because of a write; `at` is the line.
 
-        In a backward it does not: there autograd compares the versions of what it has saved.
+        Not in autograd's own steps, which compare the versions of what the forward has saved, but
+        for gradients.
         """
         if not self._stale:
             return
-        in_backward = running_backward() != NO_BACKWARD
+        in_own_steps = running_backward() != NO_BACKWARD and at is None and not host.own_site()
         for why in (self._stale.get(_side(base_of(x))) for x in read):
-            if why is not None and (why is _ARRIVING or not in_backward):
-                raise ShardTypeError(f"{name}: {why.format(call_site())}")
+            if why is not None and not (in_own_steps and why in _OF_FORWARD):
+                raise ShardTypeError(f"{host.name}: {why.format(at or host.site()[0])}")
 
     def relate(self, host: Host, source: Tensor, out: Tensor) -> Tensor:
         """Notes that a result of `MAY_COPY` may share memory with its operand; returns it.
@@ -142,6 +156,10 @@ class Copies:
                 base._shardmap_side = object()  # type: ignore[attr-defined]  # ours
             self._link(_side(base_of(source)), _side(base))
         return out
+
+    def lend(self, host: Host, gradient: Tensor) -> Tensor:
+        """Returns a gradient for code that may write into it, whose memory others may have."""
+        return self.relate(host, gradient, gradient)
 
     def pick(self, host: Host, source: Tensor, dim: int, index: Tensor) -> Tensor:
         """Copies entries along a dim, which in a run are a view of `source`."""
@@ -190,11 +208,12 @@ class Copies:
             return
         read = [x for value in arguments.values() for x in tensors_of(value)]
         if not is_view:
-            self.reject_stale(host.name, read)
+            self.reject_stale(host, read)
         for side in {_side(x) for x in written}:
             for other in self._related.get(side, {side}) - {side}:
                 by_position = not self._rows.isdisjoint((side, other))
-                self._stale.setdefault(other, _BY_POSITION if by_position else _BY_STRIDES)
+                why = _OF_COTANGENT if running_backward() != NO_BACKWARD else _BY_STRIDES
+                self._stale.setdefault(other, _BY_POSITION if by_position else why)
         views = {_memory_of(x): x.__dict__["_shardmap_side"] for x in read if is_marked(x)}
         for y in tensors_of(out) if views else ():
             if _memory_of(y) in views:

@@ -232,6 +232,24 @@ ACCEPTED: Final = {
 """For a value of each type, the types of cotangent that are right; K takes any one type."""
 
 
+def as_cotangent(axis_type: AxisType, given: AxisType) -> AxisType | None:
+    """Returns the type of what code gives a value of type `axis_type` as its cotangent, or None.
+
+    Each rank of a varying value has its own, also if they are equal; addends have that of their
+    sum; and what is equal on all ranks decides that a value which is neither I nor R yet is I.
+
+    Example:
+        >>> as_cotangent(V, K), as_cotangent(K, K), as_cotangent(R, K)
+        (V, I, None)
+    """
+    axis_type, have = plain(axis_type), plain(given)
+    if Z in (axis_type, have):
+        return given
+    if have not in (I, R, K):
+        return given if accepts(axis_type, have) else None
+    return {V: V, Partial: R, R: None}.get(axis_type, None if have == R else I)
+
+
 def accepts(axis_type: AxisType, cotangent: AxisType) -> bool:
     """Returns whether a value of type `axis_type` may receive a cotangent of that type.
 

@@ -281,6 +281,10 @@ class Relation(Observer):
                     self._gradients.require(shard, value, gradient, found)
         self.followed.pop()
 
+    def on_parts(self, gradient: Tensor, axes: Sequence[str]) -> None:
+        """Makes a pending sum of the n-th part of a value that all of n ranks have."""
+        self._notes.set_sums(gradient, Sums(self._notes.sums(gradient).partial | {*axes}))
+
     def on_python_result(self, path: str, value: object) -> None:
         """Requires that a Python result equals the one on one device."""
         there = self._one.returns.get(path)

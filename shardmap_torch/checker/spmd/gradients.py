@@ -215,13 +215,21 @@ class Gradients:
                 WRAP,
             )
         known = self._notes.sums(value).partial | set(shard.axes)
-        twice = self._notes.sums(gradient).partial & known
-        if twice:
-            raise UnrelatedError(
-                f"a gradient that it returns is a pending sum over {min(twice)!r}, and "
-                "its value has one for each rank",
-                WRAP,
-            )
+        sums = self._notes.sums(gradient)
+        added = {axis for axis, each in self._notes.types(gradient) if each.varies} - known
+        for axis in sorted(sums.partial ^ added):
+            if axis in sums.partial:
+                raise UnrelatedError(
+                    f"a gradient that it returns is a pending sum over {axis!r}, and its value has "
+                    "one " + ("for each rank" if axis in known else "that nothing sums"),
+                    WRAP,
+                )
+            if not sums.zero:
+                raise UnrelatedError(
+                    f"a gradient that it returns is equal on all ranks of {axis!r}, where they add "
+                    "their gradients up",
+                    WRAP,
+                )
 
 
 def _pairs(value: Tensor, other: Tensor) -> list[tuple[int, int]]:

@@ -200,7 +200,7 @@ def _matching_exits(request: Request, made: "Interpretation", result: Result) ->
         value = result.leaves[position]
         # A real tensor that the body returns as it is was closed over.
         result.leaves[position] = value = interpreter.fakify(value)
-        interpreter.copies.reject_stale(interpreter.name, [value])
+        interpreter.copies.reject_stale(interpreter, [value])
         types = interpreter.by_axis(made.uncommitted.types_of(value))
         for axis, axis_type in types.items():
             if axis not in request.call.mapped:

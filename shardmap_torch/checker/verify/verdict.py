@@ -1,6 +1,7 @@
 """The verdict on a call: all paths through its body, merged, and repairs if one is rejected."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -365,8 +366,12 @@ def _verify_otherwise(
     closure = rejection_of(error).closure
     if closure is not None and call.lifts(closure):
         raise error
-    # 2. What differs step by step from one device may be equal to it by numbers.
+    # 2. What differs step by step from one device may be equal to it by numbers; and whether equal
+    # gradients of ranks are addends, as the n-th part of a constant is, only one device tells.
     verdict = None if otherwise is None else otherwise(call, strictness, error)
+    if strictness == "local" and rejection_of(error).may_be_addend:
+        with suppress(Exception):  # of the user's code too; the first error is shown
+            verdict = attempt(call, NONE, "global")
     if verdict is not None:
         return verdict
     # 3. A step that takes gradients by itself is right if nobody differentiates its results; who

@@ -57,9 +57,11 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager as in_ker
 from torch.autograd import forward_ad, profiler
 from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_mode
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.autograd.graph import _engine_run_backward as run_engine
 from torch.distributed import distributed_c10d
 from torch.distributed.nn import functional as differentiable_collectives
 from torch.nn.modules import module as modules
+from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack

@@ -155,7 +155,7 @@ def test_what_is_made_of_the_sign_of_a_cotangent_has_its_type() -> None:
         total: Tensor = all_reduce(addend + y, "tp", dst=I).sum()
         return total
 
-    assert "gets a gradient that is R" in rejection(body, W, X, **BOTH)
+    assert "gives it a gradient that is R" in rejection(body, W, X, **BOTH)
 
 
 class Constant(TypedFunction):
@@ -170,16 +170,18 @@ class Constant(TypedFunction):
         return torch.ones(6, dtype=torch.float64), None
 
 
-def test_a_constant_gradient_of_what_varies_is_each_rank_s_own() -> None:
+def test_a_constant_gradient_is_all_of_it_for_i_and_told_apart_by_one_device_alone_for_k() -> None:
     def body(w: Tensor, x: Tensor) -> Tensor:
         y: Tensor = all_reduce(Constant.apply(w, x), "tp", dst=I)
         return y
 
-    mapped = shard_map(body, mesh=RANKS, **BOTH)
+    text = rejection(body, W, DATA, **BOTH)
+    assert "an operand of Constant is K and its backward gives it a gradient that is K" in text
+    mapped = shard_map(body, mesh=RANKS, in_specs=(P(invariant={"tp"}), P("tp")), out_specs=P())
     ones = torch.ones(6, dtype=torch.float64)
-    torch.testing.assert_close(torch.autograd.grad(mapped(W, DATA), W)[0], 4 * ones)
-    text = rejection(body, W, DATA, in_specs=(P(invariant={"tp"}), P("tp")), out_specs=P())
-    assert "an operand of Constant is I and its backward gives it a gradient that is V" in text
+    torch.testing.assert_close(torch.autograd.grad(mapped(W, DATA), W)[0], ones)
+    text = rejection(body, W, DATA, in_specs=(P(replicate={"tp"}), P("tp")), out_specs=P())
+    assert "an operand of Constant is R and its backward gives it a gradient that is K" in text
 
 
 class Auxiliary(TypedFunction):

@@ -126,7 +126,7 @@ def test_a_backward_that_is_right_only_once_is_rejected_where_it_is_differentiat
     ]
     for text in texts:
         assert "mm over axis 'tp' of I and V: the I operand's gradient would differ" in text
-        assert "\n  in the backward of test_custom_functions.py:" in text
+        assert "\n  in the backward at test_custom_functions.py:" in text
 
 
 def test_a_backward_in_the_body_is_watched_too() -> None:

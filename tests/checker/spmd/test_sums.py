@@ -128,7 +128,6 @@ WRONG: Final = [
     (summed, "over 'dp' it is the sum of the means of all parts"),
     (squared_before, "keeps the bits and changes the meaning"),
     (other_loss_added_to_the_field, "over 'dp' it is the mean of a rank's part"),
-    (finished_field_added_to, "added to what was in .grad before"),
 ]
 
 
@@ -154,6 +153,12 @@ def test_another_multiple_of_the_gradient_is_refused(step: Step, text: str) -> N
     mapped(step, 2, check="local")(W, X)
     with pytest.raises(ShardTypeError, match=text):
         mapped(step, 2)(W, X)
+
+
+@pytest.mark.parametrize("check", ["local", "global"])
+def test_addends_are_no_part_of_a_gradient_that_was_summed_before(check: str) -> None:
+    with pytest.raises(ShardTypeError, match="before, which is R: equal on all ranks"):
+        mapped(finished_field_added_to, 2, check=check)(W, X)
 
 
 def test_the_gradient_of_a_gathered_shard_divided_by_the_ranks_is_that_of_one_device() -> None:

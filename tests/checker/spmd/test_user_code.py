@@ -118,7 +118,7 @@ def test_a_refusal_names_the_line_and_the_way_out() -> None:
     body = with_function(lambda ctx, g: g / (1 + g.norm()))
     with pytest.raises(ShardTypeError) as caught:
         check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
-    assert "in the backward of test_user_code.py" in str(caught.value)
+    assert "in the backward at test_user_code.py" in str(caught.value)
     assert "wrap per-rank code in local_region" in str(caught.value)
 
 
