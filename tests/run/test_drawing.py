@@ -1,8 +1,8 @@
 """Draws from the default generator are shared as they are typed, on every mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import pytest
 import torch
@@ -252,6 +252,51 @@ def test_as_many_draws_as_a_rank_has_rows_are_a_shard_of_as_many_of_all(name: st
     else:
         with pytest.raises(ShardTypeError, match="every rank has a value of its own, from"):
             check_program(f, torch.ones(8, 16))
+
+
+ALIKE: Final = PATHS["new_empty"]
+Meshes: TypeAlias = tuple[Sequence[int], Sequence[str], P, Callable[[Tensor], Tensor]]
+OTHER_AXES: Final[dict[str, Meshes]] = {
+    "beside an axis of one rank": ((2, 1), AXES, P("dp"), PATHS["rand"]),
+    "behind an axis of one rank": ((1, 2), AXES, P("tp"), PATHS["empty"]),
+    "on one rank": ((1, 1), AXES, P("dp"), PATHS["rand"]),
+    "between axes of one rank": ((1, 2, 1), ("a", "b", "c"), P("b"), PATHS["randn"]),
+    "over two axes, the second first": ((2, 2), AXES, P(("tp", "dp")), PATHS["rand"]),
+    "over axes of other sizes, the second first": ((2, 4), AXES, P(("tp", "dp")), PATHS["rand"]),
+    "of two dims, the second axis first": ((2, 2), AXES, P("tp", "dp"), PATHS["randn"]),
+    "alike over the first": ((2, 2), AXES, P("dp"), ALIKE),
+    "alike over the second": ((2, 2), AXES, P("tp"), ALIKE),
+    "alike over both, the second first": ((2, 2), AXES, P(("tp", "dp")), ALIKE),
+    "alike over the last of three": ((2, 2, 2), ("a", "b", "c"), P("c"), ALIKE),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_AXES)
+def test_draws_by_rows_are_a_shard_whatever_other_axes_the_mesh_has(name: str) -> None:
+    shape, axes, spec, draw = OTHER_AXES[name]
+    mesh = make_mesh(shape, axes, kind="simulated")
+    f = shard_map(lambda x: x * draw(x), mesh=mesh, in_specs=spec, out_specs=spec, check="global")
+    assert explain(f, torch.ones(16, 16)).one_device == "proven"
+    assert len(f(torch.ones(16, 16)).unique()) > 1
+
+
+DIFFERENT: Final[dict[str, tuple[Meshes, str]]] = {
+    "an axis that shards nothing": (((2, 2), AXES, P("tp"), PATHS["rand"]), "value of its own"),
+    "an axis of another size": (((2, 4), AXES, P("dp"), PATHS["rand"]), "value of its own"),
+    "rows of another dim": (
+        ((2, 2), AXES, P(None, "dp"), lambda x: torch.rand(x.shape[1], 1)[:1]),
+        "on one device|value of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_draws_that_are_no_shard_of_the_rows_are_refused(name: str) -> None:
+    (shape, axes, spec, draw), text = DIFFERENT[name]
+    mesh = make_mesh(shape, axes, kind="abstract")
+    f = shard_map(lambda x: x * draw(x), mesh=mesh, in_specs=spec, out_specs=spec, check="global")
+    with pytest.raises(ShardTypeError, match=text):
+        check_program(f, torch.ones(16, 16))
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,9 @@ def _own_axes(
     given = [value for name, value in arguments.items() if name not in outs]
     read = [interpreter.storage_type(tensor) for value in given for tensor in tensors_of(value)]
     if all(map(_is_from_nothing, read)):
-        return frozenset(at for at, axis in enumerate(interpreter.axes) if axis in scope.axes)
+        sizes = interpreter.mesh.shape  # the one rank of an axis draws what all of its ranks do
+        bound = [sizes[axis] > 1 and axis in scope.axes for axis in interpreter.axes]
+        return frozenset(at for at, has_ranks in enumerate(bound) if has_ranks)
     # Memory without a type yet, as of empty_like, is batched like its model.
     return frozenset[int]().union(*(varying(each.types) | each.batched_over for each in read))
 

@@ -470,6 +470,39 @@ def bilinear(host: Host, input1: Any, input2: Any, weight: Any, bias: Any = None
     return products if bias is None else products + bias
 
 
+def embedding_bag(
+    host: Host,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Reduces the rows of a table that each row of indices looks up, where that is all."""
+    is_plain = x.ndim == 2 and x.numel() > 0 and not (scale_grad_by_freq or sparse)
+    if not is_plain or any(each is not None for each in (offsets, max_norm, padding_idx)):
+        return NotImplemented
+    if mode not in _BAGS or not (per_sample_weights is None or mode == "sum"):
+        return NotImplemented
+    rows = functional.embedding(x, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    return _BAGS[mode](rows)
+
+
+_BAGS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "sum": lambda rows: rows.sum(1),
+    "mean": lambda rows: rows.mean(1),
+    "max": lambda rows: rows.max(1).values,
+}
+
+
 REWRITES: Final[Mapping[Any, Rewrite]] = {
     Tensor.__getitem__: read,
     Tensor.__setitem__: write,
@@ -480,6 +513,7 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     functional.adaptive_avg_pool3d: average_of(3),
     functional.instance_norm: instance_norm,
     functional.bilinear: bilinear,
+    functional.embedding_bag: embedding_bag,
     **dict.fromkeys((functional.dropout, torch.dropout), dropout),
     functional.dropout1d: channel_dropout({2: 1, 3: 2}),
     functional.dropout2d: channel_dropout({3: 2, 4: 2}),

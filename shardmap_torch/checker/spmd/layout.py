@@ -12,7 +12,7 @@ either. They raise `UnrelatedError` where the results would not be shards of one
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from math import prod
 from typing import Final, TypeAlias
 
@@ -336,24 +336,27 @@ def fill(local: Shape, global_shape: Shape) -> tuple[Dim, ...]:
     )
 
 
-def dims_by_size(local: Shape, global_shape: Shape, sizes: Sizes) -> tuple[Dim, ...]:
+def dims_by_size(
+    local: Shape, global_shape: Shape, sizes: Sizes, likely: Sequence[tuple[str, ...]] = ()
+) -> tuple[Dim, ...]:
     """Guesses the layout of a tensor by its sizes, from the first axes that fit; types confirm it.
+
+    Axes that are likely to shard a dim together come before all others.
 
     Example:
         >>> dims_by_size((2, 1), (4, 1), {"dp": 2, "tp": 2})
         ((('dp', 2), (None, 2)), ())
     """
-    free, found = [*sizes], []
+    found: list[Dim] = []
+    free = [*sizes]
     for mine, all_ in zip(local, global_shape, strict=True):
-        names = next(
-            (
-                names
-                for count in range(len(free) + 1)
-                for names in combinations(free, count)
-                if mine * prod(sizes[axis] for axis in names) == all_
-            ),
-            None,
+        some = chain.from_iterable(combinations(free, count) for count in range(1, len(free) + 1))
+        fitting = (
+            names
+            for names in ((), *(axes for axes in likely if {*axes} <= {*free}), *some)
+            if mine * prod(sizes[axis] for axis in names) == all_
         )
+        names = next(fitting, None)
         found.append(ANY if names is None else sharded_dim(all_, names, sizes))
         free = [axis for axis in free if axis not in (names or ())]
     return tuple(found)

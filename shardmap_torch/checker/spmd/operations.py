@@ -136,8 +136,10 @@ class Operations:
             raise UnrelatedError("on one device the result has another number of dims")
         shards = counted_from_front(op, shards, call.shapes)
         zeros = frozenset(n for n, x in named_tensors(arguments) if self._notes.sums(x).zero)
+        is_drawn = draws(op, arguments)
+        drawn = self._notes.sharding_of_draws(call.results[0]) if is_drawn else ()
         sizes = self._notes.sizes
-        return Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros)
+        return Step(op, shards, differing, call.tensors, call.shapes, sizes, function, zeros, drawn)
 
     def _overwrite(self, call: PairedCall, shards: Mapping[str, Any]) -> list[Sharded] | None:
         """Lays out memory like what is copied into all of it; None where `copy_` does not do so."""

@@ -126,6 +126,7 @@ class Step:
         sizes: the size of each axis.
         function: the torch function that the body calls, if each run can look at its arguments.
         zeros: the arguments that are known to be zeros.
+        drawn: axes that may shard a dim of draws together, likely ones first.
     """
 
     op: OpOverload
@@ -136,6 +137,7 @@ class Step:
     sizes: Sizes
     function: Any = None
     zeros: frozenset[str] = frozenset()
+    drawn: Sequence[tuple[str, ...]] = ()
 
     @property
     def shards(self) -> list[ShardedTensor]:

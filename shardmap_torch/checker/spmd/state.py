@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, Final
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from shardmap_torch.checker.spmd.layout import (
     Shape,
     ShardedTensor,
     UnrelatedError,
+    axes_of,
     fitted,
     in_words,
     sharded_dim,
@@ -28,7 +30,7 @@ from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Axes, Sums, reje
 from shardmap_torch.core.torch_private.engine import FakeTensor
 from shardmap_torch.errors import SpecError
 from shardmap_torch.spec import P
-from shardmap_torch.types import AxisType, Z
+from shardmap_torch.types import AxisType, V, Z
 
 _COPY: Final = "is a copy in one of the ranks' and the one-device program"
 
@@ -45,6 +47,7 @@ class Notes:
             if interpreter.mesh.shape[axis] > 1 and axis not in without
         }
         self._on = frozenset(self.sizes)
+        self._sharding: list[tuple[str, ...]] = []  # axes that shard a dim of an input together
         # Of each tensor its layout as a shard of one-device tensors, all equal, by their numbers.
         self._known: TensorMap[dict[int, ShardedTensor]] = TensorMap()
         self._sums: dict[int, Sums] = {}
@@ -69,8 +72,18 @@ class Notes:
         """Notes that a tensor is sharded by a spec."""
         self._require_leading(spec)
         dims = self.dims(spec, global_shape)
+        self._sharding += [axes for axes in map(axes_of, dims) if axes not in ((), *self._sharding)]
         self.note(tensor, number, fitted(dims, tuple(tensor.shape), global_shape))
         self.set_sums(tensor, Sums(spec.partial))
+
+    def sharding_of_draws(self, drawn: Tensor) -> list[tuple[str, ...]]:
+        """Returns the axes that may shard a dim of draws, of which any order is as good.
+
+        Those of dims of inputs come first, which are what they meet.
+        """
+        own = [axis for axis, axis_type in self.types(drawn) if axis_type == V]
+        known = [axes for axes in self._sharding if {*axes} <= {*own}]
+        return known + [axes for count in range(len(own)) for axes in combinations(own, count + 1)]
 
     def find(self, tensor: Tensor, ref: Ref, what: str) -> ShardedTensor:
         """Returns how this tensor shards that one-device tensor.

@@ -90,11 +90,14 @@ def _classes(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
     return [(x.shape[min(1, x.ndim - 1)], a["target"])]
 
 
+BAGS: Final = ("_embedding_bag", "_embedding_bag_forward_only")
+"""Sums of rows of a table; the second where no gradient flows."""
+
 LOOKUPS: Final[Mapping[str, Lookup]] = {
     "embedding": lambda a: [(a["weight"].shape[0], a["indices"])],
     **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add"), _along("index")),
     **dict.fromkeys(("index_add", "index_copy"), _along("index")),
-    "_embedding_bag": lambda a: [(a["weight"].shape[0], a["indices"])],
+    **dict.fromkeys(BAGS, lambda a: [(a["weight"].shape[0], a["indices"])]),
     **dict.fromkeys(CLASS_LOSSES, _classes),
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _each),
 }
@@ -427,7 +430,7 @@ def is_integer(dtype: torch.dtype) -> bool:
 
 def limits(name: str, arguments: Mapping[str, Any]) -> Sequence[tuple[Tensor, Any, Near]]:
     """Returns operands with the numbers near which an operator does something else with them."""
-    if name in ("embedding", "_embedding_bag") and arguments["padding_idx"] >= 0:
+    if name in ("embedding", *BAGS) and arguments["padding_idx"] >= 0:
         return [(arguments["indices"], arguments["padding_idx"], _itself)]
     if name in DIVIDED and is_integer(arguments["self"].dtype):
         return [(arguments["self"], arguments["other"], meeting)]

@@ -115,7 +115,7 @@ def _drawn(step: Step) -> list[Sharded]:
     """
     if step.shards and all(ANY not in x.dims for x in step.shards):
         return _pointwise(step)
-    return [Sharded(dims_by_size(*shapes, step.sizes)) for shapes in step.results]
+    return [Sharded(dims_by_size(*shapes, step.sizes, step.drawn)) for shapes in step.results]
 
 
 def _permuted(step: Step) -> list[Sharded]:
@@ -231,6 +231,7 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (letters.product("mk,k->m"), "mv addmv"),
         (letters.product("k,k->"), "dot vdot"),
         (letters.grouped_products, "_grouped_mm"),
+        (letters.bags, "_embedding_bag _embedding_bag_forward_only"),
     )
     for op in overloads(names)
 }

@@ -142,6 +142,19 @@ _GROUPED: Final = {(2, 3): "Mk,Gkn->Mn", (2, 2): "mK,Kn->Gmn", (3, 3): "gmk,gkn-
 """Products of groups by the numbers of dims; of two matrices each group gives one more."""
 
 
+def bags(step: Step) -> list[Sharded]:
+    """Lays out sums of rows of a table by lists of indices: columns of the table may be sharded."""
+    weight, *others = _given(step, "weight", "indices", "offsets", "per_sample_weights")
+    equation = (
+        f"Re{',I,O,P'[: 2 * len(others)]}->Oe,,,{'Oe' if step.arguments['mode'] == 2 else ''}"
+    )
+    dims = [x.dims for x in (weight, *others)]
+    return contract(equation, dims, [shape for _, shape in step.results], _IN_BAGS)
+
+
+_IN_BAGS: Final = {"R": "rows of the table", **dict.fromkeys("IOP", "indices, which bags divide")}
+
+
 # ------------------------------------------------------------------- convolutions and norms
 
 _HALO = (
