@@ -9,7 +9,7 @@ PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 # The first one that the pinned wheels exist for and that can make a virtual environment.
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
-BENCHMARKS := train_step peers call_overhead simulated_mlp checker sizes overlap_model overlap_auto overlap_step overlap overlap_gpu planning planning_memory transformers_models
+BENCHMARKS := train_step peers call_overhead simulated_mlp checker sizes overlap_model overlap_auto overlap_step hidden overlap overlap_gpu planning planning_memory transformers_models
 
 .PHONY: demo generate test fast fuzz faults lint docs bench clean
 

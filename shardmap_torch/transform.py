@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import CellType
-from typing import Any, Final, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Final, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args, overload
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ from shardmap_torch.run.compiled import (
     give_up,
 )
 from shardmap_torch.run.donation import donating, require_donatable, taking
+from shardmap_torch.run.recorded.schedule import Schedule
 from shardmap_torch.run.runtimes import runtime_of
 from shardmap_torch.run.unchecked import Unchecked, run_in
 from shardmap_torch.spec import P
@@ -86,6 +87,7 @@ def shard_map(
     check: Check = True,
     debug: bool = False,
     replay: bool = False,
+    schedule: Schedule = "overlap",
     donate: Sequence[str] = (),
     check_vma: bool | None = None,
 ) -> Callable[A, Y]: ...
@@ -103,6 +105,7 @@ def shard_map(
     check: Check = True,
     debug: bool = False,
     replay: bool = False,
+    schedule: Schedule = "overlap",
     donate: Sequence[str] = (),
     check_vma: bool | None = None,
 ) -> Callable[[Callable[A, Y]], Callable[A, Y]]: ...
@@ -119,6 +122,7 @@ def shard_map(
     check: Check = True,
     debug: bool = False,
     replay: bool = False,
+    schedule: Schedule = "overlap",
     donate: Sequence[str] = (),
     check_vma: bool | None = None,
 ) -> Callable[..., Any]:
@@ -161,6 +165,9 @@ def shard_map(
             that it calls, and run these in later calls, as `jax.jit` does; see docs/replay.md. What
             Python does beside them, such as to print, is not done again. Calls whose derivatives
             are taken from outside, and calls under transforms or modes, run the body.
+        schedule: the order in which processes run what `replay` has recorded. With "overlap" each
+            collective starts as soon as its operand is there, and is waited for where its result
+            is read; values are the same bit for bit. "program" keeps the order of the body.
         donate: names of parameters whose tensors are given up: the body may write into them and
             return them, so that an optimizer with `in_place=True` needs no second copy of
             parameters and moments. After the call any use of these tensors raises; what else has
@@ -199,6 +206,7 @@ def shard_map(
             check=check,
             debug=debug,
             replay=replay,
+            schedule=schedule,
             donate=donate,
             check_vma=check_vma,
         )
@@ -207,8 +215,8 @@ def shard_map(
         raise SpecError(f"shard_map takes a function, not {show(f)}; specs are keyword arguments.")
     _check_in_specs(in_specs)
     strictness = _read_check(check)
-    _check_replay(replay, strictness, donate)
-    body = _Body(f, in_specs, out_specs, mesh, axis_names, strictness, debug, replay, donate)
+    replayed = _read_replay(replay, schedule, strictness, donate)
+    body = _Body(f, in_specs, out_specs, mesh, axis_names, strictness, debug, replayed, donate)
 
     @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -323,13 +331,19 @@ def _check_in_specs(in_specs: Tree) -> None:
         )
 
 
-def _check_replay(replay: object, strictness: Strictness | None, donate: Sequence[str]) -> None:
+def _read_replay(
+    replay: object, schedule: Schedule, strictness: Strictness | None, donate: Sequence[str]
+) -> Schedule | None:
+    """Returns the order in which calls are replayed; None where they are not."""
     if not isinstance(replay, bool):
         raise SpecError(f"replay is True or False, not {show(replay)}.")
     if replay and strictness is None:
         raise SpecError("replay=True needs check=True or check='global', not check=False.")
     if replay and donate:
         raise SpecError("replay=True and donate= exclude each other: a replay writes into nothing.")
+    if schedule not in get_args(Schedule):
+        raise SpecError(f"schedule is 'overlap' or 'program', not {show(schedule)}.")
+    return schedule if replay else None
 
 
 _STRICTNESS: Final[Mapping[str, Strictness]] = {"local": "local", "global": "global"}
@@ -359,7 +373,7 @@ class _Body:
         axis_names: Collection[str] | None,
         strictness: Strictness | None,
         debug: bool,
-        replay: bool,
+        replay: Schedule | None,
         donate: Sequence[str],
     ) -> None:
         self._function, self._signature = function, _signature(function)

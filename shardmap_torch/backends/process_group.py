@@ -138,32 +138,50 @@ class ProcessGroupBackend(RankBackend):
     def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
         """Starts a gather of equal shards; returns what waits for it, None where it must not.
 
-        What arrives is stacked: nothing may read it before the wait.
+        Raises:
+            CommunicationError: torch.distributed failed, as when a peer is gone.
+            CollectiveMismatchError: the ranks run different collectives.
+        """
+        return self._start("gather", collective, x)
+
+    def start(self, move: str, collective: Collective, x: Tensor) -> Callable[[], Tensor]:
+        """Starts a movement; returns what waits for its result. Does it now where it must.
+
+        The operand must not be written before the wait.
 
         Raises:
             CommunicationError: torch.distributed failed, as when a peer is gone.
             CollectiveMismatchError: the ranks run different collectives.
         """
-        line = self.line(collective.axes)
+        finish = self._start(move, collective, x)
+        if finish is None:
+            y = self.communicate(move, collective, x)
+            return lambda: y
+        return finish
+
+    def _start(self, move: str, c: Collective, x: Tensor) -> Callable[[], Tensor] | None:
+        begin, line = STARTS.get(move), self.line(c.axes)
+        if begin is None or len(line.order) == 1 or isinstance(line.wire, TracedWire):
+            return None
         is_raw = x.dtype in _SENT and not x.is_neg() and x.numel() > 0
-        if len(line.order) == 1 or isinstance(line.wire, TracedWire) or not line.in_order:
+        if not is_raw or c.sizes is not None or not line.in_order:
             return None
-        if not is_raw:
-            return None
-        finish = _send(line, lambda line, c, x: line.wire.start_gather(x), collective, self, x)
-        return partial(self._finish, line, collective, finish)
+        if move == "sum" and x.dtype not in line.wire.reduces[move]:
+            if not _are_combined_here(line, x):
+                return None
+            begin = _start_combining
+        finish = _send(line, lambda line, c, x: begin(line.wire, c, x), c, self, x)
+        return partial(self._finish, line, c, finish)
 
     def _finish(self, line: Line, collective: Collective, finish: Callable[[], Tensor]) -> Tensor:
         control = current()
         if control is None:
-            stacked = finish()
-        else:
-            control.resume(line.rank_group)
-            try:
-                stacked = finish()
-            except (RuntimeError, StuckError) as error:
-                control.fail(f"{collective} on the {self.mesh}", error)
-        return unviewed(gather(stacked, collective.dim, collective.tiled, None))
+            return unviewed(finish())
+        control.resume(line.rank_group)
+        try:
+            return unviewed(finish())
+        except (RuntimeError, StuckError) as error:
+            control.fail(f"{collective} on the {self.mesh}", error)
 
     def site(self) -> Site | None:
         """Returns the user's line of this collective, or of the call of the backward."""
@@ -304,13 +322,17 @@ def _reduce(op: str, line: Line, c: Collective, x: Tensor) -> Tensor:
         return line.wire.reduce(x, op)
     if x.is_complex():
         return _whole(_reduce(op, line, c, _parts(x)), x.dtype)
-    num_ranks = len(line.order)
-    if num_ranks == 2 or x.nbytes <= _FEW:
+    if _are_combined_here(line, x):
         return combined(op, c, _every(line, x))
+    num_ranks = len(line.order)
     length = -(-x.numel() // num_ranks)
     rows = fill(x.reshape(-1), 0, num_ranks * length).unflatten(0, (num_ranks, length))
     own = combined(op, c, _swapped(line, rows))
     return _every(line, own).flatten()[: x.numel()].view(x.shape)
+
+
+def _are_combined_here(line: Line, x: Tensor) -> bool:
+    return len(line.order) == 2 or x.nbytes <= _FEW
 
 
 def _every(line: Line, x: Tensor) -> Tensor:
@@ -383,6 +405,27 @@ def _sum_mask(line: Line, c: Collective, x: Tensor) -> Tensor:
     return LOCAL_MOVEMENTS["mask"](c, _reduce("sum", line, c, x), line.own, len(line.order))
 
 
+Start: TypeAlias = Callable[[Wire, Collective, Tensor], Callable[[], Tensor]]
+"""Starts a movement, and returns what waits for its result."""
+
+
+def _start_gather(wire: Wire, c: Collective, x: Tensor) -> Callable[[], Tensor]:
+    finish = wire.start_gather(x)
+    return lambda: gather(finish(), c.dim, c.tiled, None)
+
+
+def _start_combining(wire: Wire, c: Collective, x: Tensor) -> Callable[[], Tensor]:
+    finish = wire.start_gather(x)
+    return lambda: combined("sum", c, finish())
+
+
+def _start_sum_scatter(wire: Wire, c: Collective, x: Tensor) -> Callable[[], Tensor]:
+    if c.tiled:
+        return wire.start_sum_scatter(x, c.dim)
+    finish = wire.start_sum_scatter(scatter(x, c.dim, c.tiled, None, wire.size), 0)
+    return lambda: finish()[0]
+
+
 WIRE: Final[Mapping[str, OnWire]] = {
     **{op: partial(_reduce, op) for op in ("sum", "max", "min")},
     "gather": _gather,
@@ -394,3 +437,10 @@ WIRE: Final[Mapping[str, OnWire]] = {
     "sum_mask": _sum_mask,
 }
 """Functions of movements on the communicator of a line."""
+
+STARTS: Final[Mapping[str, Start]] = {
+    "sum": lambda wire, c, x: wire.start_reduce(x, "sum"),
+    "gather": _start_gather,
+    "sum_scatter": _start_sum_scatter,
+}
+"""What starts the movements that may be under way while others are done."""

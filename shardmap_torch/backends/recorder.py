@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from shardmap_torch.backends.process_group import ProcessGroupBackend
-from shardmap_torch.backends.rank import RankBackend, on_one_rank
+from shardmap_torch.backends.rank import LOCAL_MOVEMENTS, RankBackend, on_one_rank
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import Memo
@@ -357,28 +357,36 @@ _COUNTS: Final = (
 )
 
 
+_BY_RANK: Final = frozenset({"mask", "pad"})
+"""Movements within a rank that are copies on one, and zeros on another."""
+
+
 @dataclass(frozen=True, eq=False)
 class Sending:
     """A movement of a recorded run, on the backend of the mesh on which it runs again.
 
     Attributes:
-        move: its name; "" for a gather whose result is waited for where it is needed.
+        move: its name.
         collective: what it is part of.
         site: the user's line, for errors.
+        waits: whether it waits for the result; else it returns what does.
+        lends: whether nothing else reads the operand, so that a sum may be taken in its memory.
     """
 
     move: str
     collective: Collective
     site: Site | None
+    waits: bool = True
+    lends: bool = False
 
     def __call__(self, x: Tensor) -> Any:
         """Moves the data, or starts to."""
         scope: Any = current_scope()
         scope.monitor.site = self.site
         backend: ProcessGroupBackend = scope.backend
-        if not self.move:
-            return backend.start_gather(self.collective, x)
-        return backend.communicate(self.move, self.collective, x)
+        run = backend.communicate if self.waits else backend.start
+        with spare(*[x] * self.lends):
+            return run(self.move, self.collective, x)
 
 
 class RecordingBackend(RankBackend):
@@ -392,6 +400,14 @@ class RecordingBackend(RankBackend):
         self.readings = Memo[Any]()
         self._backend, self._recorder = backend, recorder
 
+    def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
+        """Runs a movement; one whose operators differ by rank is one step, as on other ranks."""
+        if move not in _BY_RANK:
+            return super().run(move, collective, x)
+        local = partial(LOCAL_MOVEMENTS[move], collective)
+        at = self.position(collective.axes)
+        return self._recorder.opaque(lambda x: local(x, *at), x, lambda x: local(x, *at))
+
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
         """Runs the movement, and records it."""
         if not collective.axes or self.position(collective.axes)[1] == 1:
@@ -404,6 +420,6 @@ class RecordingBackend(RankBackend):
 
     def start_gather(self, collective: Collective, x: Tensor) -> Callable[[], Tensor] | None:
         """Starts a gather, and records its start; see `ProcessGroupBackend.start_gather`."""
-        later = Sending("", collective, self._backend.site())
+        later = Sending("gather", collective, self._backend.site(), waits=False)
         start = partial(self._backend.start_gather, collective)
         return self._recorder.opaque_start(start, x, later)

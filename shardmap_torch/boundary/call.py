@@ -82,7 +82,7 @@ class Call:
     sharing: Mapping[int, int] | None = None
     rank_only: str | None = None
     separate: Callable[[], AbstractContextManager[Wrap]] = _unwrapped
-    recordings: Callable[..., Any] | None = None
+    recordings: Any = None
     lifts: Callable[[Tensor], object] = _never
     compiled: Callable[[Any, Sequence[Tensor]], Tree] | None = None
     donated: frozenset[int] = frozenset()

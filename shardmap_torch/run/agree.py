@@ -6,7 +6,7 @@ without knowing why; or would add numbers that do not belong together.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -60,6 +60,11 @@ class Description:
         """Makes one from lines; `fingerprint` is that of a program that follows them."""
         compared = "\n".join([*(line.split("  # ")[0] for line in lines), fingerprint])
         return Description(name, "\n".join(lines), zlib.crc32(compared.encode()))
+
+    def followed_by(self, lines: Sequence[str]) -> "Description":
+        """Returns one of which more is known."""
+        more = Description.of(self.name, lines, f"{self.digest}")
+        return replace(more, text=f"{self.text}\n{more.text}")
 
 
 def describe(call: Call, verdict: Verdict | None) -> Description:

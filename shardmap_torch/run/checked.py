@@ -45,7 +45,8 @@ from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, posting_errors, refused
 from shardmap_torch.run.compiled import UncompiledError
 from shardmap_torch.run.donation import require_donatable, taking, versions_of
-from shardmap_torch.run.recorded.recordings import Recordings, require_recordable
+from shardmap_torch.run.recorded.recordings import Recordings, Replays, require_recordable
+from shardmap_torch.run.recorded.schedule import Schedule
 from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.run.safety.equal_values import EqualValues
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
@@ -111,11 +112,12 @@ class Checked:
         function: Callable[..., Any],
         strictness: Strictness,
         debug: bool = False,
-        replay: bool = False,
+        replay: Schedule | None = None,
     ) -> None:
         """Starts without verdicts.
 
-        With `debug` each call compares its plain inputs; with `replay` operators are recorded.
+        With `debug` each call compares its plain inputs; with `replay` operators are recorded, and
+        run in that order.
         """
         self._name, self._strictness = name, strictness
         self._captured = CapturedState(function)
@@ -198,7 +200,7 @@ class Checked:
                 if compiled is not None:
                     with suppress(UncompiledError):
                         return compiled()
-                return self._run_once(call, known, run)
+                return self._run_once(call, known, run, replays=compiled is None)
             except Departure as departure:
                 departed = departure.difference
                 if call.donated and versions_of(call) != versions:
@@ -207,8 +209,8 @@ class Checked:
         assert departed is not None  # or a run would have returned
         self._stop(call, _CHANGING, departed)
 
-    def _run_once(self, call: Call, known: "_Known", run: Run) -> Tree:
-        """Runs a call.
+    def _run_once(self, call: Call, known: "_Known", run: Run, replays: bool) -> Tree:
+        """Runs a call; one that other ranks have compiled does not replay, as those do not.
 
         Raises:
             Departure: it does not do what its verdict is about.
@@ -221,7 +223,7 @@ class Checked:
             applied = replace(applied, function=counting_all(call.name, call.function))
         if call.donated:
             applied = taking(applied)
-        if self._replay:
+        if self._replay and replays:
             applied = replace(applied, recordings=self._recordings(call, known))
         if verdict.altered and is_simulated(call.mesh):
             with own_state(applied, self._captured.states(call), verdict.altered) as apart:
@@ -243,14 +245,14 @@ class Checked:
         stops = [partial(_stop_alone, call.name, why) for why in (_LATE, _CHANGING)]
         return verdict.apply(call, stops[0], partial(DryMonitor, end=stops[1]))
 
-    def _recordings(self, call: Call, known: "_Known") -> Callable[..., Any]:
+    def _recordings(self, call: Call, known: "_Known") -> Replays:
         """Returns what runs the recorded operators of a call."""
         if known.recordings is None:
             require_recordable(call, known.verdict)
-            known.recordings = Recordings(self._name)
+            known.recordings = Recordings(self._name, self._replay or "program")
         static = [call.leaves[position] for position in call.match.static]
         tensors = self._captured.tensors(call)
-        return partial(known.recordings.run, tensors, entry_order(call.structure), static)
+        return Replays(known.recordings, tensors, entry_order(call.structure), static)
 
     def _forget(self, key: Signature, call: Call) -> None:
         self._verdicts.forget(key)
@@ -344,7 +346,7 @@ class Checked:
         if departure is None:
             tensors = self._captured.tensors(call) if places else ()
             values = self._equal.of(call, control, [tensors[at] for at in places])
-        agree(known.description, departure, now, values)
+        agree(known.compared(), departure, now, values)
         return known
 
     def _stop(self, call: Call, why: tuple[str, str], difference: Difference) -> NoReturn:
@@ -369,6 +371,16 @@ class _Known:
     verdict: Verdict
     description: Description | None = None
     recordings: Recordings | None = None
+    num_orders: int = 0
+
+    def compared(self) -> Description:
+        """Returns the description, and with it the orders in which recordings run by now."""
+        assert self.description is not None
+        orders = [] if self.recordings is None else self.recordings.orders[self.num_orders :]
+        for order in orders:
+            self.num_orders += 1
+            self.description = self.description.followed_by(order)
+        return self.description
 
 
 def _differentiated_once(call: Call, result: Tree, refusal: ShardTypeError) -> Tree:

@@ -22,7 +22,7 @@ from shardmap_torch.mixing.run import entry_specs, run_shared
 from shardmap_torch.ops.asking import ANSWERING
 from shardmap_torch.run.agree import number
 from shardmap_torch.run.drawing import Drawing, agreed
-from shardmap_torch.run.recorded.recordings import run_process, serves
+from shardmap_torch.run.recorded.recordings import run_process
 from shardmap_torch.spec import P
 
 has_data: Final = True
@@ -45,7 +45,7 @@ def run(call: Call, batches: bool) -> Tree:
     drawing = Drawing(call.mesh, backend.place, agreed(backend).get) if call.draws else None
     if call.compiled is not None:
         result = result_of(call, call.compiled(crossings, local))
-    elif call.recordings is not None and serves(local):
+    elif call.recordings is not None:
         result = run_process(call, backend, local)
     else:
         result = run_body(call, backend, local, drawing)

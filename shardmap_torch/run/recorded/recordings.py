@@ -29,6 +29,8 @@ from shardmap_torch.core.torch_private.engine import (
 )
 from shardmap_torch.core.tree import Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError
+from shardmap_torch.run.agree import Description, agree
+from shardmap_torch.run.recorded.schedule import Schedule, has_messages, order_of, overlapped
 from shardmap_torch.run.recorded.simplify import simplify
 from shardmap_torch.run.recorded.source import Runnable, runnable
 
@@ -83,12 +85,17 @@ class Recording:
 
 
 class Recordings:
-    """The recorded runs of one verdict, by what else operators depend on."""
+    """The recorded runs of one verdict, by what else operators depend on.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+        orders: for each run whose collectives have another order than the body's, that order.
+    """
+
+    def __init__(self, name: str, schedule: Schedule) -> None:
         """`name` is that of the function."""
-        self._name = name
+        self._name, self._schedule = name, schedule
         self._known: Memo[Recording] = Memo(_MOST)
+        self.orders: list[list[str]] = []
 
     def run(
         self,
@@ -121,6 +128,7 @@ class Recordings:
         )
         known = self._known.find(key)
         if known is None or known.order != order or not _are_same(known.captured, captured):
+            self.run_body_instead()
             leaves, known = self._recorded(captured, order, static, tensors, record)
             self._known.put(key, known)
             return known.finish(leaves)
@@ -130,6 +138,16 @@ class Recordings:
             made = iter(known.run(tensors))
         leaves = [next(made) if other is _TENSOR else other for other in known.others]
         return known.finish(leaves)
+
+    def run_body_instead(self) -> None:
+        """Requires that no other rank runs what is recorded, in another order than the body has.
+
+        Raises:
+            CollectiveMismatchError: another rank does something else.
+            CommunicationError: another rank waits for this one in a collective.
+        """
+        if self.orders:
+            agree(Description.of(self._name, [f"{self._name} runs its body, and not a recording"]))
 
     def _recorded(
         self,
@@ -162,8 +180,27 @@ class Recordings:
             if not isinstance(leaf, (Tensor, *_VALUES)) and not any([leaf is x for x in static]):
                 raise TransformError(_OBJECT.format(self._name, type(leaf).__name__))
         program = simplify(recorder, [recorder.number(x) for x in made])
+        if self._schedule == "overlap" and has_messages(program):
+            program, is_reordered = overlapped(program)
+            if is_reordered:
+                self.orders.append([f"  recording {len(self.orders)}:", *order_of(program)])
         others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return others, runnable(program, self._name)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Replays:
+    """The recordings of a verdict, for one call; see `Recordings.run`."""
+
+    recordings: Recordings
+    captured: Sequence[Tensor]
+    order: Any
+    static: Sequence[Any]
+
+    def run(self, rank: int | None, tensors: Sequence[Tensor], record: Record) -> Any:
+        """Runs what is recorded for tensors that cross into the body, or records it."""
+        given = self.captured, self.order, self.static
+        return self.recordings.run(*given, rank, tensors, record)
 
 
 def _are_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -261,7 +298,11 @@ class _Lines:
 
 def run_process(call: Call, backend: ProcessGroupBackend, tensors: Sequence[Tensor]) -> Result:
     """Runs the body on one process, as it was recorded."""
-    assert call.recordings is not None
+    replays: Replays | None = call.recordings
+    assert replays is not None
+    if not serves(tensors):
+        replays.recordings.run_body_instead()
+        return run_body(call, backend, tensors)
 
     def record(recorder: OperatorTape, inputs: Sequence[Tensor]) -> Leaves:
         result = run_body(call, RecordingBackend(backend, recorder), inputs)
@@ -269,7 +310,7 @@ def run_process(call: Call, backend: ProcessGroupBackend, tensors: Sequence[Tens
 
     lines: Any = _Lines()
     with enter_scope(Scope(backend, call.bound, lines)):
-        found: Result = call.recordings(backend.rank, tensors, record)
+        found: Result = replays.run(backend.rank, tensors, record)
     return found
 
 
@@ -284,7 +325,7 @@ def run_simulated(call: Call, run: Callable[[Call], Tree]) -> Tree:
         leaves, structure = flatten(run(replace(call, leaves=given, recordings=None)))
         return leaves, partial(unflatten, structure)
 
-    return call.recordings(None, [call.leaves[position] for position in call.crossing], record)
+    return call.recordings.run(None, [call.leaves[position] for position in call.crossing], record)
 
 
 _AUTOCASTING: Final = ("cpu", "cuda", "xpu", "mps")

@@ -58,16 +58,17 @@ def _sources(run: OperatorTape) -> list[int]:
     for step in run.steps:
         if not step.is_pure:
             continue
-        homes = {_storage(run.tensors[n]): sources[n] for n in step.operands}
+        homes = {storage_of(run.tensors[n]): sources[n] for n in step.operands}
         for number in step.results:
             made = run.tensors[number]
-            home = homes.get(_storage(made), number)
+            home = homes.get(storage_of(made), number)
             if _is_plain(made) and _is_plain(run.tensors[home]):
                 sources[number] = home if made.dtype == run.tensors[home].dtype else number
     return sources
 
 
-def _storage(x: Tensor) -> int:
+def storage_of(x: Tensor) -> int:
+    """Returns a key of the memory of a tensor."""
     found: int = x.untyped_storage()._cdata
     return found
 
@@ -91,7 +92,7 @@ def _computed(
     """
     tensors, found = run.tensors, set(run.constants)
     operands = (n for step in steps if step.writes for n in step.operands)
-    written = {_storage(tensors[n]) for n in (*operands, *outputs)}
+    written = {storage_of(tensors[n]) for n in (*operands, *outputs)}
     entries = 0
     for step in steps:
         results = step.results
@@ -101,7 +102,7 @@ def _computed(
             and step.is_pure
             and RANDOM not in getattr(step.function, "tags", ())
             and all(sources[n] in found for n in step.operands)
-            and not any(_storage(tensors[n]) in written for n in results)
+            and not any(storage_of(tensors[n]) in written for n in results)
             and length <= min(_LARGEST, _MOST - entries)
         ):
             found.update(results)

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardmap_torch.backends.recorder import RecordedOp, Slot
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.run.recorded.simplify import Program
+from shardmap_torch.run.recorded.simplify import Program, storage_of
 
 Runnable = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -60,6 +60,7 @@ class _Writer:
         self._objects: dict[str, Any] = {"as_strided": torch.as_strided}
         self._names: dict[Any, str] = {}
         self._waiting: dict[int, str] = {}
+        self._read: dict[int, int] = {}  # the memory that what is waited for is read from
         self._lines: list[_Line] = []
 
     def function(self, file: str) -> Runnable:
@@ -83,6 +84,8 @@ class _Writer:
         return found
 
     def _write(self, step: RecordedOp) -> None:
+        if step.writes:
+            self._wait_for_readers(step)
         reads = set[str]()
         args = [self._argument(arg, reads) for arg in step.args]
         args += [f"{name}={self._argument(arg, reads)}" for name, arg in step.kwargs.items()]
@@ -94,14 +97,23 @@ class _Writer:
     def _waiting_for(self, step: RecordedOp) -> str:
         """Returns the name of what waits for the result of a step, where that is needed."""
         (number,) = step.results or (-len(self._lines),)
+        (operand,) = step.operands
+        self._read[number] = storage_of(self._program.tensors[operand])
         return self._waiting.setdefault(number, f"w{len(self._lines)}")
 
     def _wait(self, number: int) -> None:
         """Adds the line that waits for a tensor, unless it is there."""
-        waiting = self._waiting.pop(number, None)
+        waiting, _ = self._waiting.pop(number, None), self._read.pop(number, None)
         if waiting is not None:
             text = f"{self._local(number)} = {waiting}()"
             self._lines.append(_Line(text, frozenset({waiting})))
+
+    def _wait_for_readers(self, step: RecordedOp) -> None:
+        """Waits for what is on its way from memory into which a step writes."""
+        tensors = self._program.tensors
+        written = {storage_of(tensors[n]) for n in step.operands}
+        for number in [n for n, read in self._read.items() if read in written]:
+            self._wait(number)
 
     def _called(self, function: Callable[..., Any]) -> str:
         name = str(function).removeprefix("aten.")

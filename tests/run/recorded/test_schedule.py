@@ -1,0 +1,330 @@
+"""Recorded runs hide their messages: the same numbers, in another order on all ranks alike."""
+
+import random as python_random
+import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmap_torch import (
+    CollectiveMismatchError,
+    CommunicationError,
+    I,
+    Mesh,
+    P,
+    R,
+    SpecError,
+    V,
+    all_gather,
+    all_reduce,
+    make_mesh,
+    reduce_scatter,
+    reinterpret,
+    shard_map,
+    value_and_grad,
+)
+from shardmap_torch.backends.recorder import Sending
+from shardmap_torch.optim import sync_gradients
+from shardmap_torch.run.recorded import recordings, schedule
+from shardmap_torch.run.recorded.simplify import Program, storage_of
+from tests.programs.support.everywhere import run_on
+from tests.programs.support.harness import random
+from tests.run.recorded.support.replays import assert_equal, compare, shuffled
+from tests.support.fuzzing import sized
+from tests.support.pool import Gloo
+
+LAYERS: Final = 4
+
+
+def mean_of_squares(params: Sequence[Tensor], x: Tensor) -> Tensor:
+    for w in params:
+        x = torch.tanh(x @ w)
+    return all_reduce(x.square().mean(), "dp", op="mean", dst=I)
+
+
+def data_parallel(params: Sequence[Tensor], x: Tensor) -> Any:
+    """One step of SGD, whose gradients are summed a layer a bucket."""
+    value, grads = value_and_grad(partial(mean_of_squares, x=x))(params)
+    grads = sync_gradients(grads, P(), "dp", bucket_bytes=1)
+    return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+
+def two_microbatches(params: Sequence[Tensor], x: Tensor) -> Any:
+    """Partial results that each collective of the other batch can hide."""
+    found = []
+    for rows in x.chunk(2):
+        for w in params:
+            rows = torch.tanh(all_reduce(rows @ w, "dp", dst=R))
+            rows = reinterpret(rows, "dp", src=R, dst=V)
+        found.append(rows)
+    return torch.cat(found)
+
+
+class Programs:
+    """The programs that a mesh has recorded, in the body's order and as they run.
+
+    And the memory that each takes at its peak, which later cannot be asked.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Program, Program]] = []
+        self.peaks: list[tuple[int, int]] = []
+
+    def watching(self) -> Any:
+        original = schedule.overlapped
+
+        def overlapped(program: Program) -> Program:
+            found = original(program)
+            self.pairs.append((program, found))
+            self.peaks.append((peak(program), peak(found)))
+            return found
+
+        return mock.patch.object(recordings, "overlapped", overlapped)
+
+
+def weights() -> list[Tensor]:
+    return [random((6, 6), seed) / 3 for seed in range(LAYERS)]
+
+
+def names_of(program: Program) -> list[str]:
+    """Names matmuls and messages in the order of a program."""
+    return [
+        each.function.move if isinstance(each.function, Sending) else "mm"
+        for each in program.steps
+        if isinstance(each.function, Sending) or "aten.mm." in str(each.function)
+    ]
+
+
+def sums_leave_early(mesh: Mesh) -> None:
+    seen = Programs()
+    with seen.watching():
+        compare(
+            data_parallel,
+            mesh,
+            (weights(), random((8, 6), 9)),
+            in_specs=(P(), P("dp")),
+            out_specs=P(),
+        )
+    before, after = map(names_of, seen.pairs[0])
+    sums = [at for at, name in enumerate(before) if name == "sum"]
+    assert before[sums[1] :] == ["sum"] * LAYERS  # the loss, the backward, then all gradients
+    last = max(at for at, name in enumerate(after) if name == "mm")
+    assert after[:last].count("sum") == LAYERS  # all but that of the layer that comes last
+    started = [step for step in seen.pairs[0][1].steps if step.starts]
+    assert len(started) >= LAYERS - 1
+
+
+def test_sums_of_gradients_leave_while_the_backward_runs(gloo: Gloo) -> None:
+    run_on("gloo", sums_leave_early, gloo, names=("dp",))
+
+
+def microbatches_alternate(mesh: Mesh) -> None:
+    seen = Programs()
+    args = weights(), random((8, 6), 9)
+    with seen.watching():
+        compare(two_microbatches, mesh, args, in_specs=(P(), P("dp")), out_specs=P("dp"))
+    before, after = map(names_of, seen.pairs[0])
+    assert before == ["mm", "sum"] * (2 * LAYERS)
+    assert after == ["mm", "sum"] * (2 * LAYERS)
+    waited = [step.starts for step in seen.pairs[0][1].steps if isinstance(step.function, Sending)]
+    assert waited == [True] * (2 * LAYERS)
+
+
+def test_a_microbatch_computes_while_the_sums_of_the_other_are_on_their_way(gloo: Gloo) -> None:
+    run_on("gloo", microbatches_alternate, gloo, names=("dp",))
+
+
+Action = tuple[str, int, int]
+
+
+def generated(seed: int) -> Callable[..., Tensor]:
+    """Makes a body of values [4, 4] that vary: writes, views, aliases and messages among them."""
+    rng = python_random.Random(seed)
+    kinds = ["matmul", "tanh", "write", "view", "part", "sum", "gather", "scatter", "add"]
+    actions: list[Action] = [
+        (rng.choice(kinds), rng.randrange(99), rng.randrange(99)) for _ in range(24)
+    ]
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        values = [x * 1, x @ w]
+        for kind, first, second in actions:
+            a, b = (values[at % len(values)] for at in (first, second))
+            values.append(ACTIONS[kind](a, b))
+        return torch.stack(values).sum(0)
+
+    return body
+
+
+def written(a: Tensor, b: Tensor) -> Tensor:
+    return a.mul_(0.5).add_(b.detach().clone())
+
+
+def part(a: Tensor, b: Tensor) -> Tensor:
+    a[1:3].add_(b[:2] * 0.25)
+    return a[:2].repeat(2, 1)
+
+
+def summed(a: Tensor, b: Tensor) -> Tensor:
+    return reinterpret(all_reduce(a, "dp", dst=R), "dp", src=R, dst=V) * 0.5
+
+
+def gathered(a: Tensor, b: Tensor) -> Tensor:
+    return reinterpret(all_gather(a, "dp", tiled=False, dst=R), "dp", src=R, dst=V).mean(0)
+
+
+def scattered(a: Tensor, b: Tensor) -> Tensor:
+    return reduce_scatter(a, "dp").repeat(2, 1) * 0.5
+
+
+ACTIONS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "matmul": lambda a, b: a @ b / 4,
+    "tanh": lambda a, b: torch.tanh(a),
+    "write": written,
+    "view": lambda a, b: a.t(),
+    "part": part,
+    "sum": summed,
+    "gather": gathered,
+    "scatter": scattered,
+    "add": torch.add,
+}
+
+
+def scheduled_equals_unscheduled(mesh: Mesh, seeds: Sequence[int]) -> None:
+    num_started = 0
+    for seed in seeds:
+        seen = Programs()
+        args = random((8, 4), seed), random((4, 4), seed + 1)
+        specs: Any = {"in_specs": (P("dp"), P()), "out_specs": P("dp")}
+        with seen.watching():
+            compare(generated(seed), mesh, args, **specs)
+        num_started += sum([step.starts for step in seen.pairs[0][1].steps])
+        in_order = shard_map(generated(seed), mesh=mesh, replay=True, schedule="program", **specs)
+        plain = shard_map(generated(seed), mesh=mesh, **specs)
+        for call in range(2):
+            given = [shuffled(args, call) for _ in range(2)]
+            assert_equal(in_order(*given[0]), plain(*given[1]))
+    assert num_started > len(seeds)
+
+
+def test_generated_programs_are_the_same_bit_for_bit(gloo: Gloo) -> None:
+    seeds = sized(range(16), range(64))
+    run_on("gloo", partial(scheduled_equals_unscheduled, seeds=seeds), gloo, names=("dp",))
+
+
+def peak(program: Program) -> int:
+    """Bytes of what is computed, at the most, if each tensor goes after it is read last."""
+    tensors, outside = program.tensors, {*program.inputs, *program.captured, *program.computed}
+    last: dict[int, int] = {}
+    for at, step in enumerate(program.steps):
+        last |= {storage_of(tensors[n]): at for n in (*step.operands, *step.results)}
+    last |= {storage_of(tensors[n]): len(program.steps) for n in program.outputs}
+    kept = {storage_of(tensors[n]) for n in outside}
+    alive, most = dict[int, int](), 0
+    for at, step in enumerate(program.steps):
+        made = {storage_of(tensors[n]): tensors[n].untyped_storage().nbytes() for n in step.results}
+        alive |= {key: size for key, size in made.items() if key not in kept}
+        most = max(most, sum(alive.values()))
+        alive = {key: size for key, size in alive.items() if last[key] > at}
+    return most
+
+
+def memory_is_bounded(mesh: Mesh) -> None:
+    """What could all be gathered at the start is gathered as far ahead as is allowed."""
+
+    def body(shards: Sequence[Tensor], x: Tensor) -> Tensor:
+        for shard in shards:
+            x = torch.tanh(x @ all_gather(shard, "dp", dst=R))
+        return all_reduce(x.sum(), "dp", dst=I)
+
+    shards = [random((8, 8), seed) for seed in range(12)]
+    most = 4 * 8 * 8 * 8
+    for bound, ahead in ((0, 0), (most, 1)):
+        seen = Programs()
+        specs: Any = {"in_specs": (P("dp"), P("dp")), "out_specs": P()}
+        with seen.watching(), mock.patch.object(schedule, "_bound", return_value=bound):
+            compare(body, mesh, (shards, random((4, 8), 20)), **specs)
+        before, after = seen.peaks[0]
+        assert after <= before + bound
+        assert any(step.starts for step in seen.pairs[0][1].steps) == bool(ahead)
+
+
+def test_what_is_done_earlier_takes_no_more_memory_than_it_may(gloo: Gloo) -> None:
+    run_on("gloo", memory_is_bounded, gloo, names=("dp",))
+
+
+def other_order(mesh: Mesh) -> None:
+    def body(x: Tensor) -> Tensor:
+        return all_reduce(x, "dp", dst=I) + all_gather(x, "dp", tiled=False, dst=I).sum(0)
+
+    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P(), replay=True)
+    order = (
+        schedule.order_of if mesh.rank == 0 else lambda program: schedule.order_of(program)[::-1]
+    )
+    with mock.patch.object(recordings, "order_of", order):
+        f(random((4,), 0))
+    with pytest.raises(
+        CollectiveMismatchError, match=re.escape("rank 0: replays all_reduce('dp', Partial -> I)")
+    ):
+        f(random((4,), 1))
+
+
+def test_ranks_that_would_run_in_other_orders_are_told_before_anything_is_sent(gloo: Gloo) -> None:
+    run_on("gloo", other_order, gloo, names=("dp",))
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def bodies_instead(mesh: Mesh) -> None:
+    f = shard_map(data_parallel, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P(), replay=True)
+    args = weights(), random((8, 6), 9)
+    expected = f(*args)
+    assert_equal(f(*args), expected)
+    with Watching():  # on all ranks
+        assert_equal(f(*args), expected)
+    assert_equal(f(*args), expected)
+
+
+def test_all_ranks_may_run_the_body_in_place_of_a_recording(gloo: Gloo) -> None:
+    run_on("gloo", bodies_instead, gloo, names=("dp",))
+
+
+def one_body_instead(mesh: Mesh) -> None:
+    mesh = make_mesh((2,), ("dp",), timeout=timedelta(seconds=3))
+    f = shard_map(data_parallel, mesh=mesh, in_specs=(P(), P("dp")), out_specs=P(), replay=True)
+    args = weights(), random((8, 6), 9)
+    for _ in range(2):
+        f(*args)
+    watching = Watching() if mesh.rank == 0 else nullcontext()
+    with watching, pytest.raises((CommunicationError, CollectiveMismatchError)) as caught:
+        f(*args)
+    assert "rank 0" in str(caught.value)
+    mesh.recover()
+    assert_equal(f(*args), f(*args))
+
+
+@pytest.mark.slow
+def test_a_rank_that_alone_runs_the_body_is_an_error_and_no_wrong_number(gloo: Gloo) -> None:
+    run_on("gloo", one_body_instead, gloo, names=("dp",))
+
+
+def test_a_schedule_is_one_of_two() -> None:
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    given: dict[str, Any] = {"replay": True, "schedule": "fast"}
+    with pytest.raises(
+        SpecError, match=re.escape("schedule is 'overlap' or 'program', not 'fast'.")
+    ):
+        shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), **given)
