@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final
@@ -137,11 +138,30 @@ class Comparison:
         for style in special:
             self._try(replace(next(draws), style=style), partly=True)
         self._see_all(draws, dependence)
+        self._go_farther(draws)
+
+    def _go_farther(self, draws: Iterator[Draw]) -> None:
+        """Makes trials until pieces are met which the others have missed."""
         for style in FARTHER:
             if self.num_trials >= len(PLAIN) and not any(self._missing()):
-                break
+                return
             # Functions of positive numbers may be equal for these alone.
             self._try(replace(next(draws), style=style, positive=frozenset()))
+        self._move_limits(draws)
+
+    def _move_limits(self, draws: Iterator[Draw]) -> None:
+        """Makes trials with other numbers in place of those beyond which no draw has come.
+
+        A bound that holds for all numbers has no other side, and what stands for infinity has one
+        that no input should reach. Programs that agree for other bounds, on both sides of them, are
+        the same function of their bounds too. Those that do not agree may be right for these alone.
+        """
+        at = set[Any]().union(*(seen.one_sided for seen in self._seen))
+        with suppress(RefutedError, UntriedError):
+            for style in PLAIN * 3:
+                if any(self._missing()):
+                    draw = replace(next(draws), style=style, limited=dict.fromkeys(at))
+                    self._try(draw, partly=True)
 
     def _see_all(self, draws: Iterator[Draw], dependence: Dependence) -> None:
         """Makes trials in which dependences are large that have not been seen."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.functorch import is_smooth
-from shardmap_torch.run.trials.operators import is_integer
+from shardmap_torch.run.trials.operators import INFINITE, LARGE, is_integer
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,8 @@ class Draw:
         lengths: for integers the length of what they index; None if that is not known yet.
         limits: for integers others that some of them are, by which conditions change.
         closures: what tensors that the body closes over are replaced by, by their storages.
+        limited: by line and operator, the numbers with which a condition compares others, and what
+            replaces them, None until it is chosen; and what replaces those that mean infinity.
     """
 
     seed: int
@@ -174,6 +176,7 @@ class Draw:
     lengths: Mapping[int, int] | None = None
     limits: Mapping[int, frozenset[int]] = field(default_factory=dict)
     closures: dict[Any, Tensor] = field(default_factory=dict)
+    limited: dict[Any, Any] = field(default_factory=dict)
 
     def values(self, likes: Mapping[int, Like]) -> dict[int, Tensor]:
         """Draws the arguments by position, in wide dtypes."""
@@ -205,6 +208,15 @@ class Draw:
         """Draws the cotangent of a result."""
         generator = torch.Generator().manual_seed(self.seed + 7919 * (position + 1))
         return torch.randn(y.shape, dtype=widened(y.dtype), generator=generator).to(y)
+
+    def stand_in(self, value: Any) -> Any:
+        """Returns a usual number in place of one, or a tensor of one, that stands for infinity."""
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(number, float) or not LARGE <= abs(number) < INFINITE:
+            return value
+        generator = torch.Generator().manual_seed(self.seed + len(self.limited))
+        other = self.limited.setdefault(number, float(torch.randn((), generator=generator)))
+        return torch.full_like(value, other) if isinstance(value, Tensor) else other
 
     def closure(self, key: Any, x: Tensor) -> Tensor:
         """Draws what stands for a tensor that the body closes over.

@@ -46,6 +46,9 @@ VIEWED: Final = _names(
 )
 """Those of them whose results have entries of their one operand alone."""
 
+CARRYING: Final = VIEWED | _names("cat stack unfold roll constant_pad_nd contiguous")
+"""Those of them of which each entry is one of an operand, at a place that no number decides."""
+
 SELECTED: Final = _names("argmax argmin sort argsort topk")
 """Those that choose among entries: in as many pieces as orders."""
 
@@ -175,6 +178,28 @@ SHARES: Final = _names("_softmax _log_softmax _safe_softmax")
 LOG_SUMS: Final = _names("logsumexp logaddexp")
 """Logarithms of sums, which are one of their operands but for rounding where that is larger."""
 
+LIMITED: Final[Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(COMPARED, ("self", "other")),
+    **dict.fromkeys(("maximum", "minimum", "fmax", "fmin", "logaddexp"), ("self", "other")),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), ("min", "max")),
+    "hardtanh": ("min_val", "max_val"),
+    "threshold": ("threshold",),
+}
+"""Those that compare with numbers, by the names of arguments that these may be."""
+
+FILLED: Final[Mapping[str, Sequence[str]]] = {
+    **dict.fromkeys(("full", "new_full", "full_like"), ("fill_value",)),
+    "fill": ("value",),
+    "lift_fresh_copy": ("self",),
+}
+"""Those that make a tensor of one number, by the names of arguments that it may be."""
+
+LARGE: Final = 1e3
+"""Numbers from which on some mean infinity by them."""
+
+INFINITE: Final = 1e30
+"""Limits that no entry reaches: infinities, and what stands for them."""
+
 EXTREMA: Final = _names("amax amin max min")
 """Those in as many pieces as entries may be the extremum."""
 
@@ -189,12 +214,6 @@ SUMMARIES: Final = _names("any all amax amin max min")
 
 DIVIDED: Final = _names("floor_divide remainder div fmod")
 """Quotients and rests of integers."""
-
-_INFINITE: Final = 1e30
-"""Limits that no entry reaches: infinities, and what stands for them."""
-
-_LARGE: Final = 1e3
-"""Numbers from which on masks mean infinity by them."""
 
 Condition = tuple[Tensor, Tensor]
 """A mask of where it is true, and one of where it is open."""
@@ -287,7 +306,7 @@ def moderate(
         return None
     x = arguments["self"].abs()
     condition, finite = _open(x, MODERATE[name], torch.lt)
-    return condition, finite & (x < min(map(abs, masks), default=_INFINITE) / 2)
+    return condition, finite & (x < min(map(abs, masks), default=INFINITE) / 2)
 
 
 def has_ties(name: str, arguments: Mapping[str, Any]) -> bool:
@@ -361,9 +380,9 @@ def _open(
     finite = torch.ones_like(condition)
     for each in (a, b):
         if not isinstance(each, Tensor):
-            finite &= abs(each) < _INFINITE and each not in masks
+            finite &= abs(each) < INFINITE and each not in masks
         elif each.is_floating_point():
-            finite &= each.abs() < _INFINITE
+            finite &= each.abs() < INFINITE
             for number in masks:
                 finite &= each != number
     return condition, finite
@@ -374,7 +393,7 @@ def mask_numbers(name: str, arguments: Mapping[str, Any]) -> frozenset[float]:
     number = arguments.get("value") if name == "masked_fill" else None
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()
-    return frozenset({float(number)} if number is not None and abs(number) >= _LARGE else ())
+    return frozenset({float(number)} if number is not None and abs(number) >= LARGE else ())
 
 
 def integers_of(value: Any) -> frozenset[int]:
@@ -503,9 +522,9 @@ def is_masked_fill(name: str, arguments: Mapping[str, Any]) -> bool:
 def _of_log_sum(arguments: Mapping[str, Any], out: Tensor) -> tuple[Tensor, Tensor]:
     x, dims = arguments["self"], arguments.get("dim")
     if dims is None:
-        finite = (x.abs() < _INFINITE) & (arguments["other"].abs() < _INFINITE)
+        finite = (x.abs() < INFINITE) & (arguments["other"].abs() < INFINITE)
     else:
-        finite = x.abs() < _INFINITE
+        finite = x.abs() < INFINITE
         finite = finite & (finite.sum(dims, keepdim=True) > 1)
         out = x.logsumexp(dims, keepdim=True)
     return ((x - out).exp() - 0.5).abs() < 0.5 - 1e-6, finite

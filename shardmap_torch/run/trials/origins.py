@@ -1,12 +1,16 @@
 """Origins: from which arguments the values of a run come, and within which bounds they are."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from shardmap_torch.checker.ir.observer import tensors_in
+from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.run.trials import operators
 from shardmap_torch.run.trials.operators import Bounds
 
@@ -61,6 +65,72 @@ class Origins:
         self._fixed.discard(address)
         places = self._derived.get(address, Places()) | entries_of
         self._derived[address] = places if len(places) <= _MAX_PLACES else Places()
+
+
+Key = tuple[Any, ...]
+
+
+class Entries:
+    """Entries that are the same one, wherever a run has moved it: they are equal for all inputs.
+
+    Looked up where two are compared; till then only how tensors were made is kept.
+    """
+
+    def __init__(self) -> None:
+        """Knows no tensors."""
+        self._writes: Counter[int] = Counter()
+        self._made: dict[Key, tuple[OpOverload, dict[str, Any], int]] = {}
+        self._numbers: dict[Key, Tensor] = {}
+        self._count = 0
+
+    def carry(self, op: OpOverload, arguments: Mapping[str, Any], out: Sequence[Tensor]) -> None:
+        """Notes that an operator moves the entries of its operands."""
+        if operators.name_of(op) in operators.CARRYING:
+            given = {name: self._refer(value) for name, value in arguments.items()}
+            for place, x in enumerate(out):
+                self._made.setdefault(self._key(x), (op, given, place))
+
+    def write(self, x: Tensor) -> None:
+        """Notes that a tensor is written, after which its memory has other entries."""
+        self._writes[_address(x)] += 1
+
+    def are_same(self, x: Tensor, y: Tensor) -> Tensor:
+        """Returns where two tensors have the same entry."""
+        mine, other = self._numbered(self._key(x)), self._numbered(self._key(y))
+        return (mine == other) & (mine >= 0)
+
+    def _refer(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._refer(each) for each in value]
+        return _Moved(self._key(value)) if isinstance(value, Tensor) else value
+
+    def _numbered(self, key: Key) -> Tensor:
+        """Returns a number for each entry; of those that are no input's -1."""
+        if key not in self._numbers and key in self._made:
+            op, given, place = self._made[key]
+            values = {name: self._value(value) for name, value in given.items()}
+            if "value" in values:
+                values["value"] = -1
+            self._numbers[key] = tensors_in(op(**values))[place]
+        if key not in self._numbers:
+            count = prod(key[-1])
+            self._numbers[key] = torch.arange(self._count, self._count + count).view(key[-1])
+            self._count += count
+        return self._numbers[key]
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._value(each) for each in value]
+        return self._numbered(value.key) if isinstance(value, _Moved) else value
+
+    def _key(self, x: Tensor) -> Key:
+        address = _address(x)
+        return address, self._writes[address], x.storage_offset(), x.stride(), tuple(x.shape)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    key: Key
 
 
 def _address(x: Tensor) -> int:

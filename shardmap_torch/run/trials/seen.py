@@ -82,6 +82,12 @@ class Seen:
         """True if entries that may be an extremum together have not been."""
         return any(name.startswith(TIES) for _, name, _, _ in self.false - self.true)
 
+    @property
+    def one_sided(self) -> set[tuple[Site | None, str]]:
+        """The lines and operators of conditions that were the same everywhere, or on all ranks."""
+        apart = (met for met, parts in self.apart.items() if (parts & ~self.mixed[met]).any())
+        return {met[:2] for met in (*(self.true ^ self.false), *apart)}
+
     def missing(self, excused: "Seen") -> str | None:
         """Describes a condition that was the same everywhere; None if there is none.
 

@@ -19,7 +19,7 @@ from shardmap_torch.run.trials import operators
 from shardmap_torch.run.trials.draws import Draw, widened
 from shardmap_torch.run.trials.noise import Noise
 from shardmap_torch.run.trials.operators import Bounds
-from shardmap_torch.run.trials.origins import Origins, Places
+from shardmap_torch.run.trials.origins import Entries, Origins, Places
 from shardmap_torch.run.trials.seen import (
     TIES,
     Condition,
@@ -28,6 +28,8 @@ from shardmap_torch.run.trials.seen import (
     patterns_of,
     told_by,
 )
+
+Conditions = Sequence[operators.Condition]
 
 
 class UntriedError(BaseException):
@@ -118,6 +120,7 @@ class Watched(Unwatched):
         summarizes: whether it makes one boolean or integer of many entries.
         unknown: what is raised at the end, unless the ranks compute something else.
         origins: what its values come from.
+        entries: which of their entries are the same.
         counts: how often conditions were met on each line, by rank.
         fixed: the results that depend on no input.
     """
@@ -136,6 +139,7 @@ class Watched(Unwatched):
     summarizes: bool = False
     unknown: UntriedError | None = None
     origins: Origins = field(default_factory=Origins)
+    entries: Entries = field(default_factory=Entries)
     counts: Counter[tuple[int, Site | None, str]] = field(default_factory=Counter)
     fixed: set[str] = field(default_factory=set)
     _summaries: dict[Condition, dict[int, Tensor]] = field(default_factory=dict)
@@ -149,6 +153,8 @@ class Watched(Unwatched):
 
     def call(self, step: Step, arguments: dict[str, Any], rank: int) -> Any:
         op = _operator(step)
+        if self.draw.limited:
+            arguments |= self._limits(step, arguments)
         before = dict(arguments)
         written = _tensors(map(arguments.get, signature_of(op).writes))
         if written and isinstance(before.get("self"), Tensor):
@@ -157,6 +163,38 @@ class Watched(Unwatched):
         out = super().call(step, arguments, rank)
         _Call(self, step, rank, before, out, operands, written).watch()
         return out
+
+    def _limits(self, step: Step, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns numbers that are no inputs' replaced by one that some entries are larger than.
+
+        Those with which one device compares on that line: others are not the same bound.
+        """
+        name, limited = operators.name_of(_operator(step)), self.draw.limited
+        if name in operators.FILLED:
+            return {n: self.draw.stand_in(arguments[n]) for n in operators.FILLED[name]}
+        free = [x for x in _tensors(arguments.values()) if not self.origins.is_fixed(x)]
+        is_real = bool(free) and all(x.is_floating_point() and x.numel() for x in free)
+        if (step.site, name) not in limited or not is_real:
+            return {}
+        found = {n: self._number(arguments.get(n)) for n in operators.LIMITED.get(name, ())}
+        given = {n: number for n, number in found.items() if number is not None}
+        # Chosen by one device, which runs first: between parts of its entries.
+        entries = free[0].nan_to_num(0.0, 0.0, 0.0).flatten()
+        parts = entries.quantile(torch.linspace(0, 1, len(given) + 2).to(entries)[1:-1]).tolist()
+        known = limited[step.site, name] = limited[step.site, name] or (given, parts)
+        if known[0] != given:
+            return {}
+        others = {n: _filled(arguments[n], by) for n, by in zip(given, known[1], strict=True)}
+        for x in _tensors(others.values()):
+            self.origins.note(x, True, Places())
+        return others
+
+    def _number(self, x: Any) -> float | None:
+        """Returns the number that an argument is, in all of its entries; None of inputs."""
+        if not isinstance(x, Tensor):
+            return x if isinstance(x, float | int) else None
+        is_one = self.origins.is_fixed(x) and x.is_floating_point() and x.numel()
+        return x.flatten()[0].item() if is_one and bool((x == x.flatten()[0]).all()) else None
 
     def closure(self, real: Tensor, site: Site | None) -> Tensor:
         drawn = super().closure(real, site)
@@ -233,13 +271,16 @@ class _Call:
         watched.masks |= operators.mask_numbers(name, self.arguments)
         free = [x for x in self.operands if not origins.is_fixed(x)]
         fixed = not free or name in operators.MADE
-        bounds = None if fixed else operators.bounds(name, self.arguments, origins.bounds_of)
+        bounds = None if fixed else self._bounds(name, free)
         if not fixed and not self.step.is_derived:
             self._look(name, free, bounds)
         if not watched.is_whole and (fixed or name in operators.CUT):
             conditions = operators.of_sizes(name, self.arguments, self.out)
             self._meet(f"{name} at smaller sizes", conditions)
         places = self._places(name, free)
+        for x in self.written:
+            watched.entries.write(x)
+        watched.entries.carry(_operator(self.step), self.arguments, tensors_in(self.out))
         for x in [*tensors_in(self.out), *self.written]:
             origins.note(x, fixed, places)
             if not (self.written or x.is_floating_point()):
@@ -287,16 +328,37 @@ class _Call:
             return
         if bounds is not None and bounds[0] == bounds[1]:
             return  # the same for all inputs
-        conditions = None
-        if not any(x.is_complex() for x in free):
-            of = self.watched.origins.bounds_of
-            conditions = operators.conditions(name, arguments, out, self.watched.masks, of)
+        conditions = self._conditions(name, free)
         if conditions is None:
             why = "may have pieces that random inputs do not reach"
             self.watched.unknown = self.watched.unknown or self._refusal(name, why)
             return
         self._meet(name, conditions, of=free)
         self._note_ways(name, free)
+
+    def _conditions(self, name: str, free: Sequence[Tensor]) -> Conditions | None:
+        """Returns the conditions of pieces; they are not open where an entry meets itself."""
+        watched = self.watched
+        if any(x.is_complex() for x in free):
+            return None
+        of = watched.origins.bounds_of
+        found = operators.conditions(name, self.arguments, self.out, watched.masks, of)
+        same = self._same(name, free)
+        if found is None or same is None:
+            return found
+        return [(each, is_open & ~same) for each, is_open in found]
+
+    def _same(self, name: str, free: Sequence[Tensor]) -> Tensor | None:
+        """Returns where integers are compared with themselves; numbers may be none: x != x asks."""
+        if name not in operators.COMPARED or len(free) != 2 or free[0].is_floating_point():
+            return None
+        return self.watched.entries.are_same(*free)
+
+    def _bounds(self, name: str, free: Sequence[Tensor]) -> Bounds | None:
+        same = self._same(name, free)
+        if same is not None and same.numel() and bool(same.all()):
+            return int(self.out.min()), int(self.out.max())
+        return operators.bounds(name, self.arguments, self.watched.origins.bounds_of)
 
     def _note_ways(self, name: str, free: Sequence[Tensor]) -> None:
         """Notes whether entries were equal, and what a rank makes of many entries."""
@@ -399,6 +461,10 @@ class _Call:
 
     def _refusal(self, name: str, why: str) -> UntriedError:
         return UntriedError(f"{name} {why}, at {self.step.site}")
+
+
+def _filled(x: Any, number: float) -> Any:
+    return torch.full_like(x, number) if isinstance(x, Tensor) else number
 
 
 _CASTS: Final = ("_to_copy", "to")
