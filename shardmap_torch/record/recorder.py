@@ -70,7 +70,10 @@ class ProgramRecorder(Observer):
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         if collective is not None and collective.movement.ragged:
             self._lack("it sends as many rows as data says")
-        self._add(Move(move, collective), {"x": x}, [y])
+        if collective is None:  # a repair leaves it out
+            self._slots.put(y, self._read(x))
+        else:
+            self._add(Move(move, collective), {"x": x}, [y])
 
     def on_axis_index(self, index: Tensor, axes: Sequence[str]) -> None:
         self._add(Index(tuple(axes)), {}, [index])

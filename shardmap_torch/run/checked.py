@@ -26,7 +26,7 @@ from shardmap_torch.checker.guards.monitor import (
 )
 from shardmap_torch.checker.guards.state import CapturedState, Signature, State, signature
 from shardmap_torch.checker.interpreter.interpreter import closed_over_outer
-from shardmap_torch.checker.ir.repairs import NONE
+from shardmap_torch.checker.ir.repairs import NONE, Repair
 from shardmap_torch.checker.ir.sizes import Sizes
 from shardmap_torch.checker.sizes import History, values_of
 from shardmap_torch.checker.verify.request import Strictness
@@ -77,12 +77,19 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
     """
     if strictness == "local":
-        return verify_steps(call, strictness)
+        return verify_steps(call, strictness, confirm=_confirm)
     from shardmap_torch.run.trials.by_numbers import by_numbers, keep_promises
 
-    verdict = verify_steps(call, strictness, by_numbers)
+    verdict = verify_steps(call, strictness, by_numbers, _confirm)
     is_open = verdict.traits.promises and not verdict.tried
     return keep_promises(call, strictness, verdict) if is_open else verdict
+
+
+def _confirm(call: Call, repair: Repair, accepted: Verdict) -> bool | None:
+    """Compares a repaired call with one device by numbers, what most programs need not import."""
+    from shardmap_torch.run.trials.by_numbers import confirm
+
+    return confirm(call, repair, accepted)
 
 
 @contextmanager

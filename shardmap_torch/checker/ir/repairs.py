@@ -228,12 +228,13 @@ def propose(error: ShardTypeError, repairs: Iterable[Repair]) -> None:
     rejection_of(error).proposals += tuple(repairs)
 
 
-def with_tried(error: ShardTypeError, repair: Repair | None) -> ShardTypeError:
-    """Adds to an error the repair that passed."""
+def with_tried(error: ShardTypeError, repair: Repair | None, is_compared: bool) -> None:
+    """Adds to an error the repair that passed, and whether numbers were compared with it."""
     if repair is not None:
-        error.args = (f"{error}\nTried, and accepted also by check='global': {repair.text}",)
+        lines = [str(error), f"Tried, and accepted also by check='global': {repair.text}"]
+        lines += ["  with the results and gradients of one device, by numbers"] * is_compared
+        error.args = ("\n".join(lines),)
     rejection_of(error).tried = repair
-    return error
 
 
 def shortened(error: ShardTypeError) -> ShardTypeError:

@@ -171,7 +171,6 @@ def convert_results(request: Request, made: "Interpretation", result: Result) ->
         ShardTypeError: names all that do not match, and where they come from.
     """
     interpreter, backend = made.interpreter, made.backend
-    result = repaired_result(request.call, backend, request.repair, result)
     exits = _matching_exits(request, made, result)
     for position in result.match.crossing:
         spec, path = result.match.spec(position), result.match.paths[position]

@@ -180,6 +180,7 @@ def _verify(request: Request, branches: Branches, one: "OneDevice | None") -> Pa
         # compared with one device; the user's own backwards are, later.
         observer = interpreter.observer
         with DisableTorchFunction():  # the boundary asks and casts, not the body
+            result = repaired_result(call, made.backend, request.repair, result)
             exits = convert_results(request, made, result)
         interpreter.observer = observer
         observer.on_return(dict(zip(result.match.paths, result.leaves, strict=True)))

@@ -154,21 +154,31 @@ def _conflict(
     return ShardTypeError("\n".join(text))
 
 
-Attempt = Callable[[Call, Repair, Strictness], object]
+Attempt = Callable[[Call, Repair, Strictness], "Verdict"]
 """Checks a call with a repair."""
+
+Confirm = Callable[[Call, Repair, "Verdict"], bool | None]
+"""Returns whether a call with a repair has the results and gradients of one device, by numbers.
+
+It has been accepted with this verdict. None if random numbers cannot tell.
+"""
 
 _TRIES: Final = 8
 """Maximal number of repairs that are tried: each costs as much as the check itself."""
 
 
 def find_repair(
-    call: Call, error: ShardTypeError, strictness: Strictness, attempt: Attempt
-) -> Repair | None:
+    call: Call,
+    error: ShardTypeError,
+    strictness: Strictness,
+    attempt: Attempt,
+    confirm: Confirm,
+) -> tuple[Repair | None, bool]:
     """Returns the first proposed repair with which a call is accepted, under global strictness too.
 
-    Well-typed is not enough: a sum of updated weights is that, and another program on one device.
+    With it, whether results and gradients were compared with one device by numbers. Well-typed is
+    not enough: a sum of updated weights is that, and another program on one device.
     """
-    stricter = {strictness: None, "global": None}
     known: set[str] = set()
     for proposed in _proposals(call, error, strictness, attempt) if _TRIES else ():
         following = [proposed]
@@ -177,14 +187,18 @@ def find_repair(
             if repair.text in known:
                 continue
             if len(known) >= _TRIES:
-                return None
+                return None, False
             known.add(repair.text)
-            failures = (_remaining(call, repair, each, attempt) for each in stricter)
-            failed = next((each for each in failures if each is not None), None)
-            if failed is None:
-                return repair
-            following += _rescaled(repair, failed)
-    return None
+            found = _with(call, repair, strictness, attempt)
+            if isinstance(found, Verdict) and strictness != "global":
+                found = _with(call, repair, "global", attempt)
+            if isinstance(found, ShardTypeError):
+                following += _rescaled(repair, found)
+                continue
+            is_equal = confirm(call, repair, found)
+            if is_equal is not False:
+                return repair, is_equal is True
+    return None, False
 
 
 def _rescaled(repair: Repair, failed: ShardTypeError) -> list[Repair]:
@@ -208,26 +222,25 @@ def _proposals(
     Only the latter knows how values are sharded, as whoever gathers them has to.
     """
     yield from rejection_of(error).proposals
-    stricter = None if strictness == "global" else _remaining(call, NONE, "global", attempt)
-    found = () if stricter is None else rejection_of(stricter).proposals
+    stricter = None if strictness == "global" else _with(call, NONE, "global", attempt)
+    found = rejection_of(stricter).proposals if isinstance(stricter, ShardTypeError) else ()
     # A rank's index is 0 on one device only, which a local error does not speak of.
     yield from (each for each in found if FIRST not in each.operands.values())
 
 
-def _remaining(
+def _with(
     call: Call, repair: Repair, strictness: Strictness, attempt: Attempt
-) -> ShardTypeError | None:
-    """Returns the error that remains with a repair; None if there is none."""
+) -> "Verdict | ShardTypeError":
+    """Returns the verdict with a repair, or the error that remains."""
     if not set(repair.replicate.values()) <= set(call.mapped):
         return ShardTypeError(f"{call.name}: specs cannot name axes that inner functions bind.")
     match = with_replicate(call, frozenset(repair.replicate.items()))
     try:
-        attempt(replace(call, match=match), repair, strictness)
+        return attempt(replace(call, match=match), repair, strictness)
     except ShardTypeError as error:
         return error
     except Exception as problem:  # the body's own, on shapes that the repair has changed, say
         return ShardTypeError(f"{call.name}: {problem}")
-    return None
 
 
 Casts = tuple[Collective, ...]
@@ -334,7 +347,12 @@ Otherwise = Callable[[Call, Strictness, ShardTypeError], Verdict | None]
 """Returns a verdict that is found in another way, where an error is not the last word."""
 
 
-def verify(call: Call, strictness: Strictness, otherwise: Otherwise | None = None) -> Verdict:
+def verify(
+    call: Call,
+    strictness: Strictness,
+    otherwise: Otherwise | None = None,
+    confirm: Confirm = lambda *_: None,
+) -> Verdict:
     """Interprets the body on fakes and its derived backward.
 
     With strictness "global" the forward must also be that of the same program on one device.
@@ -349,13 +367,17 @@ def verify(call: Call, strictness: Strictness, otherwise: Otherwise | None = Non
         function = communicating(error)
         if function is None or not keep_scope(function):
             raise
-        return verify(call, strictness, otherwise)
+        return verify(call, strictness, otherwise, confirm)
     except ShardTypeError as error:
-        return _verify_otherwise(call, strictness, error, otherwise)
+        return _verify_otherwise(call, strictness, error, otherwise, confirm)
 
 
 def _verify_otherwise(
-    call: Call, strictness: Strictness, error: ShardTypeError, otherwise: Otherwise | None
+    call: Call,
+    strictness: Strictness,
+    error: ShardTypeError,
+    otherwise: Otherwise | None,
+    confirm: Confirm,
 ) -> Verdict:
     """Returns a verdict for which the error of the program as it is does not matter.
 
@@ -381,7 +403,8 @@ def _verify_otherwise(
     takes_gradients = rejection_of(error).takes_gradients and not _is_transformed()
     is_step = step is None and takes_gradients
     tried_on = replace(call, leaves=detached(call)) if is_step else call
-    refusal = shortened(with_tried(error, find_repair(tried_on, error, strictness, attempt)))
+    with_tried(error, *find_repair(tried_on, error, strictness, attempt, confirm))
+    refusal = shortened(error)
     if step is None:
         raise refusal from None
     return replace(step, refusal=refusal)

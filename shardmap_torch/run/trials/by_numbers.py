@@ -22,10 +22,16 @@ from shardmap_torch.backends.threads import thread_state
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
 from shardmap_torch.checker.ir.program import Equation
-from shardmap_torch.checker.ir.repairs import NONE
+from shardmap_torch.checker.ir.repairs import NONE, Repair
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.request import Strictness
-from shardmap_torch.checker.verify.verdict import Verdict, attempt, detached, verify
+from shardmap_torch.checker.verify.verdict import (
+    Verdict,
+    attempt,
+    detached,
+    verify,
+    with_replicate,
+)
 from shardmap_torch.core.ambient import SILENT
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import can_receive_gradient
@@ -170,6 +176,23 @@ def keep_promises(call: Call, strictness: Strictness, proven: Verdict) -> Verdic
     return replace(proven, tried="\n".join([comparison.report(over, call), *lines]))
 
 
+def confirm(call: Call, repair: Repair, accepted: Verdict) -> bool | None:
+    """Returns whether a repaired call has the results and gradients of one device, by numbers.
+
+    Layouts have `accepted` it. None if numbers cannot tell, and no Function of the user's makes up
+    gradients.
+    """
+    axes, drawn = frozenset(call.mesh.axis_names), accepted.traits.drawn
+    try:
+        repaired = replace(call, match=with_replicate(call, frozenset(repair.replicate.items())))
+        _compare(repaired, accepted, Axes(), axes, accepted, drawn, repair)
+    except RefutedError:
+        return False
+    except (_UncheckedError, UntriedError):
+        return False if accepted.traits.applies_functions else None
+    return True
+
+
 _BROKEN: Final = (
     "{}: check='global': tried with numbers over {}, a region is not what it promises: {}.\n"
     "The program rests on:\n{}\nFix: where its axes have one rank it must compute what all ranks "
@@ -225,11 +248,18 @@ def _well_typed(call: Call) -> Verdict | None:
 
 
 def _compare(
-    call: Call, proven: Verdict, others: Axes, axes: Axes, typed: Verdict, drawn: Drawn = ()
+    call: Call,
+    proven: Verdict,
+    others: Axes,
+    axes: Axes,
+    typed: Verdict,
+    drawn: Drawn = (),
+    repair: Repair = NONE,
 ) -> Comparison:
     """Tries the program with ranks along `axes`, and along `others`, which are not compared.
 
-    What it draws has been proven to be sharded as `drawn` says.
+    With a repair, what it makes of the program. What it draws has been proven to be sharded as
+    `drawn` says.
 
     Raises:
         RefutedError: it does not compute what it does where `axes` have one rank.
@@ -240,7 +270,7 @@ def _compare(
 
     def compare(counts: Sequence[int]) -> Comparison:
         with state.entered():
-            ranks, one = _small_enough(call, likes, others, axes, typed, counts)
+            ranks, one = _small_enough(call, likes, others, axes, typed, counts, repair)
             _require_same_casts(proven, ranks.verdict, axes)
             known = () if others else drawn  # of axes that are not compared layouts say nothing
             comparison = Comparison(replace(ranks, drawn=known), replace(one, drawn=known))
@@ -262,7 +292,13 @@ def _compare(
 
 
 def _small_enough(
-    call: Call, likes: Likes, others: Axes, axes: Axes, typed: Verdict, counts: Sequence[int]
+    call: Call,
+    likes: Likes,
+    others: Axes,
+    axes: Axes,
+    typed: Verdict,
+    counts: Sequence[int],
+    repair: Repair,
 ) -> tuple[Program, Program]:
     """Returns the program on ranks along `axes` and `others`, and along `others` alone.
 
@@ -279,8 +315,8 @@ def _small_enough(
         }
         is_whole = scale.is_whole(call.mesh, axes | others) and scaled == likes
         try:
-            ranks = _program(call, scaled, scale.of(axes | others))
-            one = _program(call, scaled, scale.of(others))
+            ranks = _program(call, scaled, scale.of(axes | others), repair)
+            one = _program(call, scaled, scale.of(others), repair)
         except _UncheckedError:
             if is_whole:
                 raise
@@ -351,7 +387,7 @@ def _like(leaf: Tensor, proven: Verdict) -> Like:
     return Like(leaf.shape, leaf.dtype, device, grad)
 
 
-def _program(call: Call, likes: Likes, sizes: Mapping[str, int]) -> Program:
+def _program(call: Call, likes: Likes, sizes: Mapping[str, int], repair: Repair) -> Program:
     """Checks the call where axes have these sizes."""
     full = call.mesh
     shape = tuple([sizes.get(axis, 1) for axis in full.axis_names])
@@ -365,7 +401,7 @@ def _program(call: Call, likes: Likes, sizes: Mapping[str, int]) -> Program:
         [leaves[at]] = stand_ins((ShapeDtype(tuple(like.shape), like.dtype, like.grad),))
     there = replace(call, mesh=mesh, leaves=leaves, out_matches=Memo())
     try:
-        verdict = attempt(there, NONE, "local", observe=ProgramRecorder)
+        verdict = attempt(there, repair, "local", observe=ProgramRecorder)
     except Exception as error:  # the user's code may raise anything
         raise _UncheckedError from error
     return Program(there, verdict, likes)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import pytest
@@ -28,6 +28,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.checker.ir.repairs import Insert, Repair, rejection_of, shortened
 from shardmap_torch.optim import adamw
+from shardmap_torch.run.trials.comparison import Comparison, RefutedError
 from tests.checker.support import repair_trials
 from tests.checker.support.rejected import CASES, MESH
 from tests.checker.support.repaired import outcome
@@ -309,11 +310,67 @@ def test_a_repair_names_what_it_changes_as_the_body_does() -> None:
     with pytest.raises(ShardTypeError) as error:
         shard_map(own, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P(), check="global")(X, W[0])
     line = own.__code__.co_firstlineno + 1
-    assert str(error.value).splitlines()[-2:] == [
+    assert str(error.value).splitlines()[-3:] == [
         "Fix: take the sum first, with all_reduce(x.sum(0), 'dp', dst=...), and add this to it.",
         "Tried, and accepted also by check='global': convert(bias, 'dp', src=R, dst=Partial) in "
         f"place of bias in add at test_repairs.py:{line}",
+        "  with the results and gradients of one device, by numbers",
     ]
+
+
+def test_a_repair_with_which_numbers_differ_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts accept it; whatever they miss, its gradients are compared before it is printed."""
+
+    def refute(comparison: Comparison) -> None:
+        raise RefutedError("the gradient of x differs")
+
+    monkeypatch.setattr(Comparison, "run", refute)
+    rejection.cache_clear()
+    error = rejection(FORGOTTEN)
+    rejection.cache_clear()
+    assert error is not None
+    assert rejection_of(error).tried is None
+    assert "Tried" not in str(error)
+
+
+def test_a_repair_of_a_spec_is_checked_and_compared_with_the_gradient_of_that_spec() -> None:
+    mesh = make_mesh((2, 2), ("dp", "tp"), kind="simulated", simulate="ranks")
+
+    def rows(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(x @ w, "tp", dst=I)
+
+    specs = P("dp", "tp"), P("tp")
+    with pytest.raises(ShardTypeError) as error:
+        shard_map(rows, mesh=mesh, in_specs=specs, out_specs=P("tp"))(X.clone().requires_grad_(), W)
+    assert str(error.value).splitlines()[-2:] == [
+        "Tried, and accepted also by check='global': P('dp') for out in out_specs",
+        "  with the results and gradients of one device, by numbers",
+    ]
+
+
+def test_a_repair_is_printed_without_numbers_where_they_cannot_tell_but_in_own_backwards() -> None:
+    def scaled(x: Tensor, w: Tensor, function: Any) -> Any:
+        return function(x) * (x @ w).sum().item()
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g
+
+    texts = []
+    for function in (torch.sin, Twice.apply):
+        body = partial(scaled, function=function)
+        with pytest.raises(ShardTypeError) as error:
+            shard_map(body, mesh=MESH, in_specs=(P("dp"), P()), out_specs=P("dp"))(
+                X.clone().requires_grad_(), W
+            )
+        texts.append(str(error.value))
+    assert texts[0].splitlines()[-1].startswith("Tried, and accepted also by check='global': ")
+    assert "Tried" not in texts[1]
 
 
 INSERTED: Final[tuple[tuple[Case, str], ...]] = (
