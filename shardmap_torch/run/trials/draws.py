@@ -116,14 +116,21 @@ LEVELS: Final[Mapping[str, tuple[float, float, float]]] = {
     "one high": (0.3, -2.0, 2.0),
     "one low": (0.3, 2.0, -2.0),
     "zero": (0.0, 0.0, 0.0),
+    "tiny": (1e-9, 0.0, 0.0),
     "far": (1.0, 1e3, 1e3),
 }
 """For a block: the deviation of its numbers, the mean of all but one in a row, and that one's."""
 
 EMPTY, FAR = ("zero", "mixed"), ("far", "mixed")
-_USUAL: Final = [name for name in LEVELS if name not in (EMPTY[0], FAR[0])]
-LEVELLED: Final = tuple(Style(levels=(odd, usual)) for odd in _USUAL for usual in _USUAL)
+_USUAL: Final = [name for name in LEVELS if name not in (EMPTY[0], "tiny", FAR[0])]
+LEVELLED: Final = (
+    *(Style(levels=(odd, usual)) for odd in _USUAL for usual in _USUAL),
+    Style(levels=("tiny", "mixed")),  # as zeros, which a `topk` may have in any order
+)
 """Styles in which one block is another than the rest, which conditions on many entries tell."""
+
+HIGHEST: Final = Style(levels=("high", "small"))
+"""A style in which one block has all that is largest, in each of as many trials another one."""
 
 ODD: Final = (
     *(Style(odd=odd) for odd in (1e2, -1e2, 1e5, -1e5)),

@@ -60,6 +60,7 @@ ANALYTIC: Final = _names(
     "matmul linear trace "
     "_softmax _log_softmax _safe_softmax native_layer_norm native_group_norm _fused_rms_norm "
     "convolution linalg_inv_ex linalg_solve_ex mse_loss binary_cross_entropy_with_logits xlogy "
+    "linalg_solve_triangular linalg_cholesky_ex cholesky_solve "
     "cumprod avg_pool1d avg_pool2d upsample_nearest1d upsample_nearest2d upsample_linear1d "
     "upsample_bilinear2d _fft_r2c _fft_c2c _fft_c2r "
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math "
@@ -352,6 +353,16 @@ def chosen(name: str, arguments: Mapping[str, Any], out: Any, parts: int) -> Seq
     own = places[..., : -(-size // parts)] * parts // size
     found = [(own == part).all(-1) for part in range(min(parts, size))]
     return [(alone, torch.ones_like(alone)) for alone in found]
+
+
+def is_ambiguous(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether equal entries may be sorted, or chosen, in another order."""
+    x, dim = arguments["self"], arguments.get("dim", -1)
+    if name not in ("topk", "sort", "argsort") or not x.ndim or arguments.get("stable"):
+        return False
+    values = x.sort(dim, descending=arguments.get("largest", True)).values.movedim(dim, -1)
+    first = values[..., : arguments.get("k", x.shape[dim]) + 1]  # and what is left out next
+    return bool((first[..., 1:] == first[..., :-1]).any())
 
 
 def order(arguments: Mapping[str, Any], out: Any) -> Condition:

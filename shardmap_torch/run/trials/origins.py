@@ -33,10 +33,15 @@ class Origins:
     _fixed: set[int] = field(default_factory=set)
     _derived: dict[int, Places] = field(default_factory=dict)
     _bounds: dict[int, Bounds] = field(default_factory=dict)
+    _unordered: set[int] = field(default_factory=set)
 
     def is_fixed(self, x: Tensor) -> bool:
         """Returns whether a tensor depends on no input."""
         return _address(x) in self._fixed
+
+    def is_unordered(self, x: Tensor) -> bool:
+        """Returns whether a tensor depends on the order of equal entries: torch has none."""
+        return _address(x) in self._unordered
 
     def entries_of(self, tensors: Iterable[Tensor]) -> Places:
         """Returns the arguments whose entries tensors have, but for what was added."""
@@ -54,9 +59,10 @@ class Origins:
         if bounds is not None:
             self._bounds[_address(x)] = bounds
 
-    def note(self, x: Tensor, fixed: bool, entries_of: Places) -> None:
+    def note(self, x: Tensor, fixed: bool, entries_of: Places, is_unordered: bool = False) -> None:
         """Notes what was written into a tensor."""
         address = _address(x)
+        self._unordered |= {address} if is_unordered else set()
         self._bounds.pop(address, None)
         self._held.append(x.untyped_storage())
         if fixed:

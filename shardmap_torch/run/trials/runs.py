@@ -125,6 +125,11 @@ class Program:
             for path, xs in evaluation.results.items()
             if isinstance(results[path], Tensor) and watched.origins.is_fixed(xs[0])
         }
+        watched.unordered = {
+            path
+            for path, xs in evaluation.results.items()
+            if isinstance(results[path], Tensor) and any(map(watched.origins.is_unordered, xs))
+        }
         cotangents = {
             path: draw.cotangent(at, y)
             for at, (path, y) in enumerate(results.items())
@@ -135,6 +140,8 @@ class Program:
         for at, like in self.likes.items():
             if like.grad:
                 results[GRADIENT + paths[at]] = gradients.get(at)
+                if not watched.unordered.isdisjoint(cotangents):
+                    watched.unordered.add(GRADIENT + paths[at])
         return results, watched
 
     def noise(self, draw: Draw) -> Noise:

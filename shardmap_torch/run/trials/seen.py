@@ -73,14 +73,19 @@ class Seen:
         return None
 
     @property
+    def ties(self) -> "Seen":
+        """What it has met of equal entries, which moves values by no more than their order."""
+        return Seen(set(filter(_is_tie, self.true)), set(filter(_is_tie, self.false)))
+
+    @property
     def has_ties(self) -> bool:
         """True if entries have been an extremum together, in some parts more often."""
-        return any(name.startswith(TIES) for _, name, _, _ in self.true)
+        return any(map(_is_tie, self.true))
 
     @property
     def lacks_ties(self) -> bool:
         """True if entries that may be an extremum together have not been."""
-        return any(name.startswith(TIES) for _, name, _, _ in self.false - self.true)
+        return any(map(_is_tie, self.false - self.true))
 
     @property
     def one_sided(self) -> set[tuple[Site | None, str]]:
@@ -99,6 +104,10 @@ class Seen:
             for site, name, _, _ in sorted(same, key=str):
                 return f"the condition of {name} is never {value} for random inputs, at {site}"
         return None
+
+
+def _is_tie(met: Condition) -> bool:
+    return met[1].startswith(TIES)
 
 
 def patterns_of(by_rank: Mapping[int, Tensor]) -> Iterator[Pattern]:

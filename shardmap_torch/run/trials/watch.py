@@ -114,6 +114,7 @@ class Watched(Unwatched):
         ignored: for integer inputs the targets that averaged losses leave out; that there are none
             is looked at in each call.
         masks: large numbers that it writes where something is hidden.
+        bounds: the numbers that it compares others with.
         integers: the places of all integer arguments.
         loses_bits: whether it makes numbers of them that are equal more often.
         ties: whether equal entries may matter in it.
@@ -123,6 +124,7 @@ class Watched(Unwatched):
         entries: which of their entries are the same.
         counts: how often conditions were met on each line, by rank.
         fixed: the results that depend on no input.
+        unordered: the results, and gradients, that the order of equal entries may have decided.
     """
 
     crossing: Sequence[int]
@@ -133,6 +135,7 @@ class Watched(Unwatched):
     limits: dict[int, frozenset[int]] = field(default_factory=dict)
     ignored: dict[int, frozenset[int]] = field(default_factory=dict)
     masks: set[float] = field(default_factory=set)
+    bounds: set[float] = field(default_factory=set)
     integers: Places = frozenset()
     loses_bits: bool = False
     ties: bool = False
@@ -142,6 +145,7 @@ class Watched(Unwatched):
     entries: Entries = field(default_factory=Entries)
     counts: Counter[tuple[int, Site | None, str]] = field(default_factory=Counter)
     fixed: set[str] = field(default_factory=set)
+    unordered: set[str] = field(default_factory=set)
     _summaries: dict[Condition, dict[int, Tensor]] = field(default_factory=dict)
     _pieces: dict[Condition, dict[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
@@ -176,11 +180,12 @@ class Watched(Unwatched):
         is_real = bool(free) and all(x.is_floating_point() and x.numel() for x in free)
         if (step.site, name) not in limited or not is_real:
             return {}
-        found = {n: self._number(arguments.get(n)) for n in operators.LIMITED.get(name, ())}
-        given = {n: number for n, number in found.items() if number is not None}
-        # Chosen by one device, which runs first: between parts of its entries.
+        given = self.bounds_in(name, arguments)
+        # Chosen by one device, which runs first: between any parts of its entries.
         entries = free[0].nan_to_num(0.0, 0.0, 0.0).flatten()
-        parts = entries.quantile(torch.linspace(0, 1, len(given) + 2).to(entries)[1:-1]).tolist()
+        generator = torch.Generator().manual_seed(self.draw.seed + len(self.counts))
+        shares = torch.rand(len(given), generator=generator).sort().values
+        parts = entries.quantile(shares.to(entries)).tolist()
         known = limited[step.site, name] = limited[step.site, name] or (given, parts)
         if known[0] != given:
             return {}
@@ -188,6 +193,11 @@ class Watched(Unwatched):
         for x in _tensors(others.values()):
             self.origins.note(x, True, Places())
         return others
+
+    def bounds_in(self, name: str, arguments: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the numbers with which an operator compares others, by their names."""
+        found = {n: self._number(arguments.get(n)) for n in operators.LIMITED.get(name, ())}
+        return {n: number for n, number in found.items() if number is not None}
 
     def _number(self, x: Any) -> float | None:
         """Returns the number that an argument is, in all of its entries; None of inputs."""
@@ -215,8 +225,9 @@ class Watched(Unwatched):
     def note_moved(self, made: Ranks, operands: Ranks, adds: bool) -> None:
         fixed = all(map(self.origins.is_fixed, operands))
         places = Places() if adds or fixed else self.origins.entries_of(operands)
+        is_unordered = any(map(self.origins.is_unordered, operands))
         for y in made:
-            self.origins.note(y, fixed, places)
+            self.origins.note(y, fixed, places, is_unordered)
 
     def summarize(self, met: Condition, rank: int, flags: Tensor) -> None:
         """Notes a summary of one rank's entries."""
@@ -278,11 +289,14 @@ class _Call:
             conditions = operators.of_sizes(name, self.arguments, self.out)
             self._meet(f"{name} at smaller sizes", conditions)
         places = self._places(name, free)
+        is_unordered = any(map(origins.is_unordered, self.operands))
+        if name in operators.SELECTED and not fixed:
+            is_unordered |= operators.is_ambiguous(name, self.arguments)
         for x in self.written:
             watched.entries.write(x)
         watched.entries.carry(_operator(self.step), self.arguments, tensors_in(self.out))
         for x in [*tensors_in(self.out), *self.written]:
-            origins.note(x, fixed, places)
+            origins.note(x, fixed, places, is_unordered)
             if not (self.written or x.is_floating_point()):
                 origins.bound(x, bounds)
 
@@ -343,6 +357,8 @@ class _Call:
             return None
         of = watched.origins.bounds_of
         found = operators.conditions(name, self.arguments, self.out, watched.masks, of)
+        if all(x.is_floating_point() for x in free):
+            watched.bounds.update(watched.bounds_in(name, self.arguments).values())
         same = self._same(name, free)
         if found is None or same is None:
             return found
