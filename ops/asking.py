@@ -79,7 +79,7 @@ _OUTSIDE: Final[Mapping[str, Callable[[AxisGroup], Any]]] = {
     "pg_map": lambda group: ("undefined", None),
     "pg_names": lambda group: group.group_name,
 }
-"""What torch's tables say of a group of axes where no body runs."""
+"""Tables that torch has for a group of axes, where no body runs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ reduce-scatter is an all-reduce of twice the bytes, and no wait for it can be en
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
@@ -91,7 +92,7 @@ class Wire:
         """Starts `reduce`; returns what waits for its result."""
         # all_reduce works in place, and the body's tensor must not change.
         y = x if is_spare(x) else x.clone(memory_format=torch.contiguous_format)
-        return self._waiting(_REDUCE(self.group, [y], _REDUCE_OPTIONS[op]), y)
+        return partial(self._arrived, _REDUCE(self.group, [y], _REDUCE_OPTIONS[op]), y)
 
     def gather(self, x: Tensor) -> Tensor:
         """Stacks all ranks' values along a new leading dim."""
@@ -101,7 +102,7 @@ class Wire:
         """Starts `gather`; returns what waits for its result."""
         out = x.new_empty((self.size, *x.shape))
         row = x.contiguous().unsqueeze(0)
-        return self._waiting(_ALL_GATHER(self.group, out, row, _GATHER_OPTIONS), out)
+        return partial(self._arrived, _ALL_GATHER(self.group, out, row, _GATHER_OPTIONS), out)
 
     def gather_along(self, x: Tensor, dim: int) -> Tensor:
         """Concatenates all ranks' values along `dim`."""
@@ -123,7 +124,7 @@ class Wire:
         """Starts `sum_scatter_along`; returns what waits for its result."""
         x = x.contiguous() if dim == 0 else torch.cat(x.split(x.shape[dim] // self.size, dim))
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        return self._waiting(_REDUCE_SCATTER(self.group, out, x, _SCATTER_OPTIONS), out)
+        return partial(self._arrived, _REDUCE_SCATTER(self.group, out, x, _SCATTER_OPTIONS), out)
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Sends row r to rank r; row r of the result comes from rank r."""
@@ -143,7 +144,9 @@ class Wire:
     ) -> Callable[[], Tensor]:
         x = x.contiguous()
         out = x.new_empty(shape)
-        return self._waiting(_EXCHANGE(self.group, out, x, receive, send, _EXCHANGE_OPTIONS), out)
+        return partial(
+            self._arrived, _EXCHANGE(self.group, out, x, receive, send, _EXCHANGE_OPTIONS), out
+        )
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
         """Sends each pair's first rank's value to its second; zeros where none arrives."""
@@ -169,14 +172,10 @@ class Wire:
         self._wait(work)
         return y
 
-    def _waiting(self, work: dist.Work, out: Tensor) -> Callable[[], Tensor]:
-        """Returns what waits for a collective that has been started, and returns its result."""
-
-        def finish() -> Tensor:
-            self._wait(work)
-            return out
-
-        return finish
+    def _arrived(self, work: dist.Work, out: Tensor) -> Tensor:
+        """Waits for a collective that has been started, and returns its result."""
+        self._wait(work)
+        return out
 
     def _wait(self, work: dist.Work) -> None:
         """Waits for a collective; for NCCL's the stream waits, and not the process."""

@@ -443,4 +443,4 @@ STARTS: Final[Mapping[str, Start]] = {
     "gather": _start_gather,
     "sum_scatter": _start_sum_scatter,
 }
-"""What starts the movements that may be under way while others are done."""
+"""Starts of the movements that may be under way while others are done."""

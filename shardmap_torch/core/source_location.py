@@ -23,7 +23,7 @@ import typing_extensions
 from shardmap_torch.errors import ShardMapError
 
 _HERE: Final = Path(__file__).absolute().parents[2]
-"""As code objects name it: a path with symlinks stays one."""
+"""The path as code objects name it: one with symlinks stays one."""
 
 _OWN: Final = (
     *(str(_HERE / name) + "/" for name in ("shardmap_torch", "ops", "kernels")),

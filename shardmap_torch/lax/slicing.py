@@ -23,7 +23,7 @@ Index = int | Tensor
 """A position: a Python integer or a tensor of one."""
 
 Wraps = bool | Sequence[bool]
-"""Whether negative starts count from the end; or one answer a dim."""
+"""Bool that says if negative starts count from the end; or one a dim."""
 
 
 def dynamic_slice_in_dim(

@@ -21,7 +21,7 @@ Ranks: TypeAlias = list[Tensor]
 
 
 class Computer(Protocol):
-    """What computes the steps of an evaluation, and is told where values come from."""
+    """A computer of the steps of an evaluation, which is told where values come from."""
 
     def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> Sequence[Any]:
         """Returns what an operator makes on each rank of these arguments."""

@@ -157,7 +157,7 @@ def be_alone() -> None:
             return x.detach(), y.detach(), grad
 
         with pytest.MonkeyPatch.context() as patch:
-            for sending in ("_wait", "_swap"):  # whatever is sent fails
+            for sending in ("_wait", "_start_swap"):  # whatever is sent fails
                 patch.setattr(GlooWire, sending, None)
             ((x, y, grad),), _ = run_body(mesh, body)
         assert y.equal(wanted(x))

@@ -29,11 +29,11 @@ from shardmap_torch import (
 from tests.support.pool import Gloo, run_alone
 
 CALLS: Final[dict[str, tuple[Callable[[Tensor], Tensor], int]]] = {
-    "all_reduce": (lambda x: all_reduce(x, "tp", dst=I), 24),
-    "mean": (lambda x: all_reduce(x, "tp", dst=R, op="mean"), 25),
+    "all_reduce": (lambda x: all_reduce(x, "tp", dst=I), 26),
+    "mean": (lambda x: all_reduce(x, "tp", dst=R, op="mean"), 27),
     "convert": (lambda x: convert(x, "tp", src=I, dst=R), 18),
     "all_gather": (lambda x: all_gather(x, "tp", dim=1, dst=R), 26),
-    "reduce_scatter": (lambda x: reduce_scatter(x, "tp", dim=1), 24),
+    "reduce_scatter": (lambda x: reduce_scatter(x, "tp", dim=1), 26),
 }
 """Collectives with the calls of Python functions that a seen one makes in a forward."""
 

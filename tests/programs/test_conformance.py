@@ -101,7 +101,7 @@ MUTANTS: Mapping[str, tuple[Any, torch.dtype, Sequence[str]]] = {
         ["all_reduce(op='mean') of [2, 3]", "reduce_scatter(op='mean') of [8, 3]"],
     ),
 }
-"""What a backend could do wrong, for which dtype, and the cells that it would be found by."""
+"""Faults that a backend could have, for which dtype, and the cells that find them."""
 
 
 def mutated(name: str) -> list[str]:

@@ -115,7 +115,7 @@ class RankNumber(UnknownNumber):
 
     @property
     def asking(self) -> Asking:
-        """What makes such numbers.
+        """Functions that make such numbers.
 
         Raises:
             ShardTypeError: the check that has made this one is over: the user's code has kept it.

@@ -1,4 +1,4 @@
-"""What bodies ask torch.distributed, and call of it: who a rank is, and its collectives.
+"""Names of torch.distributed that bodies ask or call: who a rank is, and its collectives.
 
 torch answers for the process that asks, and has derivatives of its own. In a body a `World` is
 asked first.

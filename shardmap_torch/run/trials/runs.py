@@ -79,7 +79,7 @@ class Program:
 
     @lazy
     def record(self) -> Record:
-        """What the call does.
+        """Returns what the call does.
 
         Raises:
             UntriedError: it cannot be evaluated.

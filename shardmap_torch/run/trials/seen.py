@@ -14,7 +14,7 @@ Condition = tuple[Site | None, str, int, int]
 """The line of a condition, its operator, which of its conditions, and how many came before."""
 
 TIES: Final = "equal entries in"
-"""What the names of conditions on ties begin with."""
+"""Beginning of the names of conditions on ties."""
 
 Pattern = tuple[int, bool]
 """A rank, or -1 for all, and the value that it has; one rank where another one has the other."""

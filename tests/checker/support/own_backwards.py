@@ -52,7 +52,7 @@ OPERANDS: Final[Mapping[str, Make]] = {
 
 @dataclass(frozen=True)
 class Given:
-    """What a backward has: the operands, the cotangent, and the derivative of one rank's result."""
+    """The operands of a backward, the cotangent, and the derivative of one rank's result."""
 
     h: Tensor
     a: Tensor
@@ -106,7 +106,7 @@ BACKS: Final[Mapping[str, Callable[[Given], Tensor | None]]] = {
 """The gradient of that operand; a wrong one for most."""
 
 BY_STRIDES: Final = frozenset({"a lost write", "a write before"})
-"""Whether these are right may depend on the strides of the cotangent."""
+"""Writes that are right or wrong by the strides of the cotangent."""
 
 Form = tuple[Make, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]]
 

@@ -237,7 +237,7 @@ def peak(program: Program) -> int:
 
 
 def memory_is_bounded(mesh: Mesh) -> None:
-    """What could all be gathered at the start is gathered as far ahead as is allowed."""
+    """Shards that could all be gathered at the start are gathered as far ahead as is allowed."""
 
     def body(shards: Sequence[Tensor], x: Tensor) -> Tensor:
         for shard in shards:
