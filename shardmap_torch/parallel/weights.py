@@ -37,7 +37,9 @@ def load_safetensors(module: nn.Module, path: str | PathLike[str]) -> None:
     Raises:
         SpecError: names all parameters that no file has, or has in another shape; no file.
 
-    Source: `transformers.PreTrainedModel.from_pretrained`. Example: in docs/modules_transformers.md.
+    Source: `transformers.PreTrainedModel.from_pretrained`.
+
+    Example: in docs/modules_transformers.md.
     """
     from safetensors import safe_open
 
@@ -181,7 +183,9 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], **options: An
     Raises:
         SpecError: the model has no `save_pretrained`.
 
-    Source: `transformers.PreTrainedModel.save_pretrained`. Example: in docs/modules_transformers.md.
+    Source: `transformers.PreTrainedModel.save_pretrained`.
+
+    Example: in docs/modules_transformers.md.
     """
     whole: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}

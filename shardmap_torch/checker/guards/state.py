@@ -119,6 +119,7 @@ _OF_SAVING: Final = frozenset(
     }
 )
 """Attributes of modules for saving, which no forward asks for; skipped to save time."""
+_BASES: Final = vars(type)["__bases__"].__get__
 _METADATA: Final = attrgetter("requires_grad", "dtype", "shape")
 
 
@@ -165,6 +166,8 @@ class State:
         self._rows: list[Any] = []
         self._items: list[Any] = []
         self._empty: list[Any] = []
+        self._objects: list[Any] = []
+        self._kinds: list[type] = []
         self._watched: list[Tensor] = []
         self._modules: dict[int, dict[str, Any]] = {}
         self._named: dict[str, None] = {}
@@ -183,6 +186,7 @@ class State:
         try:
             return (
                 all(map(is_, map(call, self._readers), self._values))
+                and all(map(is_, map(type, self._objects), self._kinds))
                 and not any(self._empty)
                 and [*map(dict_version, self._tables)] == self._versions
                 and (not self._rows or self._rows_hold())
@@ -207,7 +211,7 @@ class State:
 
     def _read_metadata(self) -> list[Any]:
         with DisableTorchFunction():  # a function mode would see each question
-            return [*map(_METADATA, self._watched)]
+            return [*map(type, self._watched), *map(_METADATA, self._watched)]
 
     def mentions(self, name: str) -> bool:
         """Returns whether code has a name, of an attribute for instance."""
@@ -251,6 +255,10 @@ class State:
         """Has `holds` read a place again; the same object has to be there."""
         self._readers.append(partial(read, *place))
         self._values.append(value)
+
+    def _watch_class(self, value: Any) -> None:
+        self._objects.append(value)
+        self._kinds.append(type(value))
 
     def _keep(self, value: Any) -> int:
         self.opaque.append(value)
@@ -313,6 +321,8 @@ class State:
             return self._keep(value)
         self._rows.append(table.values())  # a view, which follows changes
         self._items += table.values()
+        self._watch(value.__bases__, _BASES, value)
+        self._watch_class(value)
         own = [name for name in table if name not in _SILENT]
         for name in own:
             self.holders.append((value, name))
@@ -350,8 +360,13 @@ class State:
         else:
             self._rows += (dict.keys(table), dict.values(table))  # views, which follow changes
             self._items += (*dict.keys(table), *dict.values(table))
+        items = dict.items(table)
+        if issubclass(type(table), OrderedDict):  # the version does not follow its order
+            items = OrderedDict.items(table)
+            self._rows.append(OrderedDict.keys(table))
+            self._items += OrderedDict.keys(table)
         names: list[str | None] = []
-        for name, value in dict.items(table):
+        for name, value in items:
             if type(name) is str:
                 names.append(name)
                 if name not in _OF_SAVING:
@@ -383,6 +398,7 @@ class State:
     def _enter_attributes(self, value: Any) -> Hashable:
         """Enters what an object has in its dict and its slots; returns None for one without."""
         kind = type(value)
+        self._watch_class(value)
         if self._origins.is_closed(kind):
             return None
         slots, table = slots_of(kind), dict_of(value)

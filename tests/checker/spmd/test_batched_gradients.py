@@ -221,7 +221,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (W, X),
         (P(), P("a")),
         P(),
-        "2 on a rank and 4 on one device",
+        "2 on a rank and 4 on one device|varies over it",
     ),
     "the sum of means, so batched": (
         lambda w, x: all_reduce(rows(w, x, output=lambda y: y.mean(0)), "a", dst=I),

@@ -72,6 +72,33 @@ STATES: Final[Mapping[str, State]] = {
     "inherited attribute": State(_CLASS, "b.on", "A.on = False"),
     "attribute that hides an inherited one": State(_CLASS, "b.on", "B.on = False"),
     "class of an object": State("b = Box()", "b.on", "b.__dict__.clear(); b.__class__ = Other"),
+    "class of an object without data": State(_CLASS, "b.on", "b.__class__ = Other"),
+    "class of a module": State(
+        "class A(nn.Module):\n    on = True\nclass B(nn.Module): on = False\n"
+        "s = nn.Sequential(A())",
+        "s[0].on",
+        "s[0].__class__ = B",
+    ),
+    "class of a tensor": State(
+        "class T(torch.Tensor): on = False\nnn.Parameter.on = True\np = nn.Parameter(torch.ones(2))",
+        "p.on",
+        "p.__class__ = T; undo.append(lambda: delattr(nn.Parameter, 'on'))",
+    ),
+    "class of a class": State(
+        "class M(type): on = True\nclass N(type): on = False\nclass A(metaclass=M): pass",
+        "A.on",
+        "A.__class__ = N",
+    ),
+    "bases of a class": State(
+        "class A: on = True\nclass C: on = False\nclass B(A): pass\nb = B()",
+        "b.on",
+        "B.__bases__ = (C,)",
+    ),
+    "order of a table": State(
+        "t = collections.OrderedDict(a=True, b=False)",
+        "next(iter(t.values()))",
+        "t.move_to_end('a')",
+    ),
     "metaclass": State(
         "class M(type): on = True\nclass A(metaclass=M): pass", "A.on", "M.on = False"
     ),

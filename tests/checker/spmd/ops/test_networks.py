@@ -276,7 +276,7 @@ WRONG: Final[dict[str, tuple[Body, tuple[Tensor, ...], Any, P, str]]] = {
         (IDS[:, :2], TABLE),
         (P(None, "a"), P()),
         P(),
-        "_embedding_bag is not|on one device",
+        "varies over it",
     ),
     "bags of another size": (
         offset_bags,
