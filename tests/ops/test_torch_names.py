@@ -21,7 +21,6 @@ from shardmap_torch import (
     P,
     R,
     ShardTypeError,
-    TransformError,
     axis_group,
     convert,
     full,
@@ -486,27 +485,3 @@ def test_a_rank_that_is_kept_is_refused_at_its_line() -> None:
         "call to the next, as functools.cache does, and each rank has its own.",
         "Fix: ask in each call, by a function that caches nothing.",
     ]
-
-
-def compiled(mesh: Mesh) -> None:
-    """Requires that what torch.compile differentiates otherwise is refused with its line."""
-    group: Any = axis_group(mesh, "tp")
-
-    def body(x: Tensor) -> Any:
-        return functional.broadcast(x * 1, 1, group) * 2
-
-    f: Any = torch.compile(shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P()))
-    with pytest.raises(TransformError) as caught:
-        f(X.detach().clone().requires_grad_())
-    line = body.__code__.co_firstlineno + 1
-    assert str(caught.value) == (
-        "body: torch.compile cannot compile what was checked: torch.compile lacks the derivative "
-        f"of broadcast of torch.distributed at test_torch_names.py:{line}: return "
-        "functional.broadcast(x * 1, 1, group) * 2; use shardmap_torch.broadcast. Call it "
-        "uncompiled, or write its types and pass check=False."
-    )
-
-
-@pytest.mark.slow
-def test_a_derivative_that_torch_lacks_is_not_compiled(gloo: Gloo) -> None:
-    run_on("gloo", compiled, gloo)
