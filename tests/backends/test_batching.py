@@ -216,7 +216,8 @@ def test_sequences_may_vary_over_an_outer_axis_alone(axis: str) -> None:
     xs = [random((8, 2, 3, 4), seed) for seed in range(3)]
     f = shard_map(scaled_dot_product_attention, mesh=MESH, in_specs=P(axis), out_specs=P(axis))
     both: list[list[Tensor]] = []
-    for attend in (f, scaled_dot_product_attention):
+    attends: list[Any] = [f, scaled_dot_product_attention]
+    for attend in attends:
         own = [x.clone().requires_grad_() for x in xs]
         y: Tensor = attend(*own)
         both.append([y, *torch.autograd.grad(y.sin().sum(), own)])

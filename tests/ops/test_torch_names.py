@@ -485,3 +485,31 @@ def test_a_rank_that_is_kept_is_refused_at_its_line() -> None:
         "call to the next, as functools.cache does, and each rank has its own.",
         "Fix: ask in each call, by a function that caches nothing.",
     ]
+
+
+COMPILED: Final[dict[str, Callable[[Tensor, Any], Any]]] = {
+    "broadcast": lambda x, group: functional.broadcast(x * 1, 1, group),
+    "a mean": lambda x, group: functional.all_reduce(x * 1, "avg", group),
+    "a maximum": lambda x, group: functional.all_reduce(x * 1, "max", group),
+}
+"""Calls whose derivative torch lacks, or has otherwise."""
+
+
+def compiled(mesh: Mesh) -> None:
+    """Requires of each in torch.compile the gradient that it has outside of it."""
+    group: Any = axis_group(mesh, "tp")
+    for name, call in COMPILED.items():
+        f = shard_map(
+            lambda x, call=call: call(x, group) * 2, mesh=mesh, in_specs=P("tp"), out_specs=P()
+        )
+        grads = []
+        for run in (f, torch.compile(f)):
+            x = X.detach().clone().requires_grad_()
+            grads += torch.autograd.grad(full(run(x)).square().sum(), x)
+        assert torch.equal(*grads), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+def test_torch_compile_has_the_derivatives_of_the_typed_collectives(gloo: Gloo) -> None:
+    run_on("gloo", compiled, gloo)

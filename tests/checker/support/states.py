@@ -80,7 +80,8 @@ STATES: Final[Mapping[str, State]] = {
         "s[0].__class__ = B",
     ),
     "class of a tensor": State(
-        "class T(torch.Tensor): on = False\nnn.Parameter.on = True\np = nn.Parameter(torch.ones(2))",
+        "class T(torch.Tensor): on = False\nnn.Parameter.on = True\n"
+        "p = nn.Parameter(torch.ones(2))",
         "p.on",
         "p.__class__ = T; undo.append(lambda: delattr(nn.Parameter, 'on'))",
     ),
