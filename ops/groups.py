@@ -476,6 +476,17 @@ _CALLS: Final[Mapping[str, Callable[..., Typed]]] = {
 }
 """Functional collectives, and Functions of `torch.distributed.nn.functional`, as they are typed."""
 
+
+def _is_untraced(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether torch.compile, which takes torch's own derivative, finds none.
+
+    It leaves Functions to run uncompiled.
+    """
+    return name == "broadcast" or not {"avg", "max", "min"}.isdisjoint(
+        [each for each in args if isinstance(each, str)]
+    )
+
+
 _OUTPUTS: Final = {"_AllGatherBase": 0, "_Reduce_Scatter": 2, "_AlltoAll": 1, "_AlltoAllSingle": 1}
 """Positions of the arguments of Functions that torch writes results into."""
 
@@ -501,8 +512,12 @@ def typed_call(scope: Scope, name: str, args: tuple[Any, ...]) -> Any:
     if is_checker(scope.backend) and name in _OUTPUTS:
         written = args[_OUTPUTS[name]]  # which torch writes and returns, and the typed one does not
         scope.backend.begin_call([written] if isinstance(written, Tensor) else written, [])
+    needed = any(map(can_receive_gradient, operands))
+    if needed and is_checker(scope.backend) and _is_untraced(name, args):
+        instead = f"shardmap_torch.{name.split('_tensor')[0]}"
+        scope.backend.note_untraced(f"{name} of torch.distributed at {call_site()}; use {instead}")
     with in_backward(), _unmonitored():
-        out = move(own, R if any(map(can_receive_gradient, operands)) else I)
+        out = move(own, R if needed else I)
     for each in out if isinstance(out, list | tuple) else [out]:
         each._arrived = True
     return out

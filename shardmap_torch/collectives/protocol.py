@@ -125,6 +125,10 @@ class Checker(Backend, Protocol):
         """Notes that the body asks for the number of ranks along axes, or for its own."""
         ...
 
+    def note_untraced(self, what: str) -> None:
+        """Notes a call that torch.compile would differentiate otherwise."""
+        ...
+
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         """Requires that a value has this type along these axes; `name` is who says so.
 

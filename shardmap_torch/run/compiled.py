@@ -336,6 +336,8 @@ def _obstacles(verdict: Verdict, mesh: Mesh) -> Iterator[str]:
             "it draws from torch's default generator, which ranks share by their types when they "
             "run uncompiled only; draw from a key of shardmap_torch.random"
         )
+    if verdict.traits.untraced:
+        yield f"torch.compile lacks the derivative of {verdict.traits.untraced}"
     if verdict.refusal is not None:
         yield (
             "it takes gradients by itself, and its results cannot be differentiated from outside; "

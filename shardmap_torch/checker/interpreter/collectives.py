@@ -137,6 +137,10 @@ class AbstractBackend(WithoutAutomaticAxes):
         """Notes that on one device the body may take other steps, for one rank."""
         self._interpreter.traits.asks |= {*axes}
 
+    def note_untraced(self, what: str) -> None:
+        """Notes a call that torch.compile would differentiate otherwise."""
+        self._interpreter.traits.untraced = what
+
     def rank_along(self, axes: tuple[str, ...]) -> Any:
         """Returns the position along `axes`, as a number that differs by rank."""
         interpreter = self._interpreter

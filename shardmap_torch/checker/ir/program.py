@@ -254,6 +254,7 @@ class Traits:
         promises: the regions whose promises are to be tried, with the axes that their types name.
         drawn: how draws outside of regions are sharded, where layouts prove it, with their operator
             and line; None for one of which that is not known.
+        untraced: a call of torch's whose derivative torch.compile lacks, or ""; see `run.compiled`.
     """
 
     rank_only: str | None = None
@@ -265,6 +266,7 @@ class Traits:
     asks: frozenset[str] = frozenset()
     promises: frozenset[tuple[str, frozenset[str]]] = frozenset()
     drawn: tuple[tuple[Any, Site | None, P | None], ...] = ()
+    untraced: str = ""
 
     @staticmethod
     def of_all(paths: "Sequence[Traits]") -> "Traits":
@@ -280,6 +282,7 @@ class Traits:
             frozenset[str]().union(*(each.asks for each in paths)),
             frozenset[tuple[str, frozenset[str]]]().union(*(each.promises for each in paths)),
             paths[0].drawn if len(paths) == 1 else (),
+            max(each.untraced for each in paths),
         )
 
 
