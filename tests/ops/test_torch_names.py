@@ -502,14 +502,16 @@ def compiled(mesh: Mesh) -> None:
         f = shard_map(
             lambda x, call=call: call(x, group) * 2, mesh=mesh, in_specs=P("tp"), out_specs=P()
         )
-        grads = []
+        grads: list[Tensor] = []
         for run in (f, torch.compile(f)):
             x = X.detach().clone().requires_grad_()
-            grads += torch.autograd.grad(full(run(x)).square().sum(), x)
+            grads += torch.autograd.grad(run(x).square().sum(), x)
         assert torch.equal(*grads), name
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # Dynamo's own
 def test_torch_compile_has_the_derivatives_of_the_typed_collectives(gloo: Gloo) -> None:
     run_on("gloo", compiled, gloo)

@@ -360,13 +360,14 @@ class State:
         else:
             self._rows += (dict.keys(table), dict.values(table))  # views, which follow changes
             self._items += (*dict.keys(table), *dict.values(table))
-        items = dict.items(table)
-        if issubclass(type(table), OrderedDict):  # the version does not follow its order
-            items = OrderedDict.items(table)
-            self._rows.append(OrderedDict.keys(table))
-            self._items += OrderedDict.keys(table)
+        is_ordered = issubclass(type(table), OrderedDict)
+        items: Any = (OrderedDict if is_ordered else dict).items
+        if is_ordered:  # the version does not follow its order
+            keys: Any = OrderedDict.keys
+            self._rows.append(keys(table))
+            self._items += keys(table)
         names: list[str | None] = []
-        for name, value in items:
+        for name, value in items(table):
             if type(name) is str:
                 names.append(name)
                 if name not in _OF_SAVING:
