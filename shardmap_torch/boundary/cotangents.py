@@ -1,4 +1,4 @@
-"""Cotangents of plain results, compared on all ranks: a result that is one value has one cotangent.
+"""Plain values outside, compared on all ranks: the cotangents of results, operands beside shards.
 
 A loss that one rank scales otherwise, or a hook of one rank, would give all ranks another gradient.
 They are compared before the first collective of the backward, or in the next call where the
@@ -7,12 +7,13 @@ backward has none.
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor
 
 from shardmap_torch.control.board import Value
-from shardmap_torch.control.start import current
+from shardmap_torch.control.start import call_number, current
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.hashing import Bits, has_bits
 from shardmap_torch.core.source_location import Site, call_site
@@ -25,26 +26,48 @@ VARIABLE: Final = "SHARDMAP_DEBUG"
 
 NOTHING: Final = "", "0"
 
-_WHAT: Final = "the gradient of a result"
 
-_REPAIR: Final = (
+@dataclass(frozen=True)
+class _Kind:
+    """What is compared, and a repair where it differs."""
+
+    what: str
+    repair: str
+
+
+_COTANGENT: Final = _Kind(
+    "the gradient of a result",
     "compute the loss alike on all processes, scale and hooks included; what differs by rank "
-    "belongs in the body."
+    "belongs in the body.",
+)
+_OPERAND: Final = _Kind(
+    "a plain tensor beside a sharded result",
+    "a plain tensor is a global value, equal on all processes; make each rank's own rows one by "
+    "from_local(x, mesh, P(axis)), or compute the loss in the module.",
 )
 
 
 def compare_cotangent(mesh: Mesh, grad: Tensor) -> None:
     """Has the next comparison of processes compare the cotangent of a plain result."""
-    control, setting, grad = current(), os.environ.get(VARIABLE), base_of(grad)
+    _compare(mesh, grad, _COTANGENT, getattr(current_autograd_node(), "call", 0))
+
+
+def compare_operand(mesh: Mesh, x: Tensor) -> None:
+    """Has the next comparison of processes compare a plain operand of a result that is sharded."""
+    _compare(mesh, x, _OPERAND, call_number())
+
+
+def _compare(mesh: Mesh, x: Tensor, kind: _Kind, call: int) -> None:
+    control, setting, x = current(), os.environ.get(VARIABLE), base_of(x)
     if control is None or setting in NOTHING or mesh.kind not in PROCESS_KINDS or mesh.processes:
         return
-    if has_bits(grad):
-        turn = None if setting is not None else max(1, getattr(current_autograd_node(), "call", 0))
-        control.compare_later(_Cotangent(grad, turn, call_site()))
+    if has_bits(x):
+        turn = None if setting is not None else max(1, call)
+        control.compare_later(_Compared(x, turn, kind, call_site()))
 
 
-class _Cotangent:
-    """The cotangent of one plain result, as `Values` of the control.
+class _Compared:
+    """A plain tensor that all ranks have, as `Values` of the control.
 
     Attributes:
         is_late: never; to read it waits for the device where it has not got so far.
@@ -54,9 +77,9 @@ class _Cotangent:
     is_late = False
     shards: Sequence[int | None] = ()
 
-    def __init__(self, grad: Tensor, turn: int | None, site: Site | None) -> None:
-        self._bits, self._site = Bits([grad], turn), "" if site is None else f" at {site}"
-        self._shape = show_shape(grad.dtype, grad.shape)
+    def __init__(self, x: Tensor, turn: int | None, kind: _Kind, site: Site | None) -> None:
+        self._bits, self._site = Bits([x], turn), "" if site is None else f" at {site}"
+        self._shape, self._kind = show_shape(x.dtype, x.shape), kind
 
     def digest(self) -> int:
         """Hashes its bits."""
@@ -64,9 +87,9 @@ class _Cotangent:
 
     def kinds(self) -> Iterator[str]:
         """Yields a line that is equal where it is compared in the same way."""
-        yield f"  {_WHAT}: {self._shape}"
+        yield f"  {self._kind.what}: {self._shape}"
 
     def rows(self) -> list[Value]:
         """Describes it for errors."""
         bits = f"{self.digest():x}"
-        return [Value(_WHAT, self._shape, "", bits, _REPAIR, self._site, True)]
+        return [Value(self._kind.what, self._shape, "", bits, self._kind.repair, self._site, True)]

@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shardmap_torch.collectives.autograd import bind
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of, is_batched
+from shardmap_torch.core.losses import count_of, options_of
 from shardmap_torch.core.storage import memory_of
 from shardmap_torch.core.tree import flatten, map_tensors
 from shardmap_torch.mixing.backend import SharingBackend
-from shardmap_torch.mixing.layouts import evenly
+from shardmap_torch.mixing.layouts import evenly, settled
 from shardmap_torch.mixing.values import Share, Unshare
 from shardmap_torch.mixing.writes import refused_write
 
@@ -170,6 +171,55 @@ def _items(
     return tuple(x.select(dim, at) for at in range(x.shape[dim]))
 
 
+_ALONG: Final[Mapping[str, tuple[int, int | None]]] = {
+    **dict.fromkeys("argmax argmin max min amax amin all any logsumexp var std".split(), (1, None)),
+    **dict.fromkeys("prod median cumsum count_nonzero".split(), (1, None)),
+    **dict.fromkeys("sort argsort".split(), (1, -1)),
+    "topk": (2, -1),
+    "norm": (2, None),
+    "normalize": (2, 1),
+}
+"""Functions along a dim: the position of that argument, and what stands for it."""
+
+
+def _along(
+    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a function along a dim on each shard, where only dims in front of it are sharded."""
+    at, default = _ALONG[getattr(func, "__name__", "")]
+    dim = kwargs.get("dim", args[at] if len(args) > at else default)
+    x = base_of(args[0]) if args and isinstance(args[0], Tensor) else None
+    others = [leaf for leaf in flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor)]
+    if not isinstance(x, DTensor) or type(dim) is not int or others or is_batched(args[0]):
+        return on_global(backend, func, args, kwargs)
+    placements = evenly(settled(x.placements), x.shape, tuple(backend.shared.shape))
+    if any(isinstance(p, Shard) and p.dim >= dim % x.ndim for p in placements):
+        return on_global(backend, func, args, kwargs)
+    local = bind(backend, Unshare(backend.shared, placements, func.__name__), args[0])
+    share = Share(backend.shared, placements)
+    return map_tensors(lambda y: bind(backend, share, y), func(local, *args[1:], **kwargs))
+
+
+def _loss(
+    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a loss on shards: entries by torch's rule, and means as sums over a count of all.
+
+    torch's rules divide a mean, or its gradient, by the entries that one rank has or counts.
+    """
+    options = options_of(func, args, kwargs)
+    if options is None:
+        return on_global(backend, func, args, kwargs)
+    options = map_tensors(backend.replicated, options)
+    reduction = options["reduction"]
+    if reduction not in ("mean", "batchmean"):
+        return func(**options)
+    each, count = func(**options | {"reduction": "none"}), count_of(func, options)
+    if reduction == "batchmean":
+        count = each.shape[0]
+    return each.mean() if count is None else each.sum() / count
+
+
 def tensors_of_index(index: Any) -> Any:
     """Makes tensors of an index' lists: torch would make plain ones, unseen, for the backward."""
     if isinstance(index, tuple):
@@ -180,6 +230,15 @@ def tensors_of_index(index: Any) -> Any:
 
 HANDLERS: Final[Mapping[str, Handler]] = {
     "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(
+        (
+            "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div "
+            "binary_cross_entropy_with_logits soft_margin_loss poisson_nll_loss cross_entropy "
+            "nll_loss"
+        ).split(),
+        _loss,
+    ),
+    **dict.fromkeys(_ALONG, _along),
     **dict.fromkeys(("chunk", "split", "split_with_sizes", "tensor_split"), _parts),
     "unbind": _items,
     "select": _by_dim,

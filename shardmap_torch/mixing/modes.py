@@ -98,7 +98,7 @@ def _refuse_lost_write(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     x = args[0] if out is None and args else out
     if isinstance(x, Tensor) and not is_dtensor(base_of(x)):
         raise ShardMapError(
-            f"{name} writes a value that is sharded over automatic axes into a plain tensor, "
+            f"{name} writes a value that is a sharded DTensor into a plain tensor, "
             f"{here()}. Make the tensor from the value, as by x.new_zeros(...), or return a new "
             "one instead of writing."
         )
@@ -223,6 +223,14 @@ def _is_masked(placement: Placement) -> bool:
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return may_draw(func) and draws(func, name_arguments(func, args, kwargs))
+
+
+class Outside(_Replicate):
+    """Runs one function outside of a body as both modes would in one."""
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with _Fallback(self._backend):
+            return super().call(func, args, kwargs)
 
 
 class Sharing:

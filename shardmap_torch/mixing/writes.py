@@ -26,7 +26,7 @@ def here() -> str:
 def refused_write(name: str, what: str = "a value") -> ShardMapError:
     """Makes the error of a write that shards cannot do."""
     return ShardMapError(
-        f"{name} writes into {what} that is sharded over automatic axes, {here()}; it cannot "
+        f"{name} writes into {what} that is a sharded DTensor, {here()}; it cannot "
         "run on shards. Use an operation that returns a new value, as torch.where or torch.cat."
     )
 
@@ -49,6 +49,7 @@ class RedistributedViews:
 
         Where only `autograd` takes them for different values, they are recorded all the same.
         """
+        self._groups = [group for group in self._groups if _num_alive(group[1]) > 1]
         memory = [_local(each).untyped_storage() for each in (x, view)]
         if autograd or memory[0]._cdata != memory[1]._cdata:
             refs = [StorageWeakRef(each) for each in memory]
@@ -58,6 +59,11 @@ class RedistributedViews:
             else:
                 group.append(refs[1])
 
+    def has(self, x: Tensor) -> bool:
+        """Returns whether `x` is one of them, or what one of them was a view of."""
+        memory = _local(x).untyped_storage()._cdata if self._groups else 0
+        return any(_holds(group, memory) for _, group in self._groups)
+
     def check_write(self, func: Any, x: Tensor) -> None:
         """Checks that a write into `x` reaches all that the body can still read.
 
@@ -66,12 +72,16 @@ class RedistributedViews:
         """
         memory = _local(x).untyped_storage()._cdata if self._groups else 0
         for what, group in self._groups:
-            if _holds(group, memory) and sum(not each.expired() for each in group) > 1:
+            if _holds(group, memory) and _num_alive(group) > 1:
                 raise ShardMapError(_explain(func, what))
 
 
 def _holds(group: list[StorageWeakRef], memory: int) -> bool:
     return any(each.cdata == memory and not each.expired() for each in group)
+
+
+def _num_alive(group: list[StorageWeakRef]) -> int:
+    return sum(not each.expired() for each in group)
 
 
 def _local(x: Tensor) -> Tensor:
@@ -81,7 +91,7 @@ def _local(x: Tensor) -> Tensor:
 
 def _explain(func: Any, copied: str) -> str:
     return (
-        f"{func} writes into a value of a body with automatic axes, {here()}.\n"
+        f"{func} writes into a sharded DTensor, {here()}.\n"
         f"Before, {copied}, a view had to be redistributed and is a copy, so that the value and "
         "the view could differ after a write. Use the operation that returns a new value, as "
         "torch.where or torch.cat."

@@ -22,6 +22,7 @@ from shardmap_torch.core.source_location import error_site, users_part
 from shardmap_torch.core.tree import Tree, flatten, map_leaves
 from shardmap_torch.errors import SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
+from shardmap_torch.mixing.results import guarded
 from shardmap_torch.parallel.caches import Held, closed, fill, opened, own, put_back, take_out
 from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
@@ -247,7 +248,7 @@ class _ParallelCall:
             error.__traceback__ = users_part(error)
             raise
         out, frames, tensors = self._outputs.leave(found)
-        return put_back(out, fill(caches, closed(frames, tensors)))
+        return guarded(put_back(out, fill(caches, closed(frames, tensors))))
 
     def rebound(
         self, rebind: Callable[[Any], Any], counterpart: Callable[[Any], Any]

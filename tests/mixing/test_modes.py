@@ -201,43 +201,43 @@ REFUSED_WRITE = (
 REFUSED: dict[str, tuple[Body, str]] = {
     "plain": (
         write_into_plain,
-        "add_ writes a value that is sharded over automatic axes into a plain tensor, at SITE "
+        "add_ writes a value that is a sharded DTensor into a plain tensor, at SITE "
         "return torch.zeros(4, 3, 8, dtype=x.dtype).add_(x). Make the tensor from the value, as by "
         "x.new_zeros(...), or return a new one instead of writing.",
     ),
     "view": (
         write_into_view,
-        "fill_ writes into a view of a value that is sharded over automatic axes, at SITE "
+        "fill_ writes into a view of a value that is a sharded DTensor, at SITE "
         "y[0].fill_(7.0); " + REFUSED_WRITE,
     ),
     "entries": (
         write_entries,
-        "__setitem__ writes into a value that is sharded over automatic axes, at SITE "
+        "__setitem__ writes into a value that is a sharded DTensor, at SITE "
         "y[..., 1] = 0.5; " + REFUSED_WRITE,
     ),
     "no rule": (
         write_by_unknown,
-        "index_put_ writes into a value that is sharded over automatic axes, at SITE "
+        "index_put_ writes into a value that is a sharded DTensor, at SITE "
         "return (x * 1).index_put_((torch.tensor([0]),), x.new_ones(1)); " + REFUSED_WRITE,
     ),
     "not by its name": (
         write_unseen,
-        "leaky_relu writes into a value that is sharded over automatic axes, at SITE "
+        "leaky_relu writes into a value that is a sharded DTensor, at SITE "
         "functional.leaky_relu(y, inplace=True); " + REFUSED_WRITE,
     ),
     "out": (
         write_out,
-        "sin writes into a value that is sharded over automatic axes, at SITE "
+        "sin writes into a value that is a sharded DTensor, at SITE "
         "return torch.sin(x, out=x * 1); " + REFUSED_WRITE,
     ),
     "value of a copied view": (
         write_after_view,
-        "aten.mul_.Tensor writes into a value of a body with automatic axes, at SITE y *= 2.\n"
+        "aten.mul_.Tensor writes into a sharded DTensor, at SITE y *= 2.\n"
         "Before, aten.select.int at SITE row = y[0], " + COPIED,
     ),
     "value of a view of a copied view": (
         write_after_view_of_view,
-        "aten.mul_.Tensor writes into a value of a body with automatic axes, at SITE y *= 2.\n"
+        "aten.mul_.Tensor writes into a sharded DTensor, at SITE y *= 2.\n"
         "Before, aten.select.int at SITE entry = y[0][1], " + COPIED,
     ),
 }
