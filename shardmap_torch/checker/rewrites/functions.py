@@ -470,6 +470,16 @@ def bilinear(host: Host, input1: Any, input2: Any, weight: Any, bias: Any = None
     return products if bias is None else products + bias
 
 
+def linear(host: Host, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Copies rows that lie apart in memory, for which torch has other steps where there is a bias.
+
+    A slice of one row is contiguous, as a rank may have it, and one of several rows is not.
+    """
+    if bias is None or x.ndim < 3 or x.is_contiguous():
+        return NotImplemented
+    return functional.linear(x.contiguous(), weight, bias)
+
+
 def embedding_bag(
     host: Host,
     x: Tensor,
@@ -513,6 +523,7 @@ REWRITES: Final[Mapping[Any, Rewrite]] = {
     functional.adaptive_avg_pool3d: average_of(3),
     functional.instance_norm: instance_norm,
     functional.bilinear: bilinear,
+    functional.linear: linear,
     functional.embedding_bag: embedding_bag,
     **dict.fromkeys((functional.dropout, torch.dropout), dropout),
     functional.dropout1d: channel_dropout({2: 1, 3: 2}),
