@@ -97,7 +97,38 @@ def _classes(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
 BAGS: Final = ("_embedding_bag", "_embedding_bag_forward_only")
 """Sums of rows of a table; the second where no gradient flows."""
 
+_GROUPED: Final[Mapping[tuple[int, int], tuple[str, int, int]]] = {
+    (2, 3): ("mk,gkn,gm->mn", 0, 0),
+    (3, 2): ("gmk,kn,gn->mn", 1, 1),
+    (2, 2): ("mk,kn,gk->gmn", 0, 1),
+}
+"""By dims of operands the equation of a grouped product, and which dim of which has groups."""
+
+
+def _groups(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
+    if a.get("offs") is None:
+        return []
+    pair = a["self"], a["mat2"]
+    _, which, dim = _GROUPED[pair[0].ndim, pair[1].ndim]
+    return [(pair[which].shape[dim] + 1, a["offs"])]
+
+
+def _grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """Multiplies groups of rows, columns or addends, which end at offsets; the others are 0."""
+    if offs is None:
+        return self @ mat2
+    equation, which, dim = _GROUPED[self.ndim, mat2.ndim]
+    places = torch.arange((self, mat2)[which].shape[dim])
+    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
+    inside = (places >= starts[:, None]) & (places < offs[:, None])
+    return torch.einsum(equation, self, mat2, inside.to(self))
+
+
+WIDE: Final[Mapping[str, Callable[..., Any]]] = {"_grouped_mm": _grouped_mm}
+"""What computes operators in 64 bits that torch has in fewer alone."""
+
 LOOKUPS: Final[Mapping[str, Lookup]] = {
+    "_grouped_mm": _groups,
     "embedding": lambda a: [(a["weight"].shape[0], a["indices"])],
     **dict.fromkeys(("index_select", "gather", "scatter", "scatter_add"), _along("index")),
     **dict.fromkeys(("index_add", "index_copy"), _along("index")),

@@ -72,7 +72,8 @@ class Unwatched:
     def call(self, step: Step, arguments: dict[str, Any], rank: int) -> Any:
         """Computes an operator on one rank; integers are rounded as in the dtype of the call."""
         op = _operator(step)
-        out = op(**{name: _rounded(value, step) for name, value in arguments.items()})
+        run = operators.WIDE.get(operators.name_of(op), op)
+        out = run(**{name: _rounded(value, step) for name, value in arguments.items()})
         return out if signature_of(op).writes else _widened_result(out)
 
     def closure(self, real: Tensor, site: Site | None) -> Tensor:
