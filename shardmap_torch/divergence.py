@@ -20,7 +20,7 @@ from shardmap_torch.checker.ir.observer import made_by
 from shardmap_torch.checker.rules.infer import name_arguments, tensors_of
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.ambient import SILENT
+from shardmap_torch.core.ambient import silently
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import base_of, is_smooth
 from shardmap_torch.core.source_location import Site, call_site
@@ -124,13 +124,10 @@ def find_divergence(
         >>> found.operation, found.operands[1]
         ('add', 'equal to argument 3')
     """
-    token = SILENT.set(True)
-    try:
+    with silently():
         mesh, events, found = _run_ranks(f, args)
         recorder = _Recorder()
         expected = _tensors(_recorded(one_device, recorder, args, {}))
-    finally:
-        SILENT.reset(token)
     difference = _difference(found, expected)
     if difference is None:
         return None

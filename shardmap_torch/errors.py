@@ -42,6 +42,10 @@ class ShardTypeError(ShardMapError):
     rejection: object = None
 
 
+class OneDeviceWarning(UserWarning):
+    """A function that is checked by default computes something else than the same on one device."""
+
+
 class CollectiveError(ShardMapError):
     """A collective was called with arguments that cannot work.
 

@@ -65,6 +65,7 @@ from shardmap_torch.run.compiled import (
 from shardmap_torch.run.donation import donating, require_donatable, taking
 from shardmap_torch.run.recorded.schedule import Schedule
 from shardmap_torch.run.runtimes import runtime_of
+from shardmap_torch.run.safety.one_device import OneDevice
 from shardmap_torch.run.unchecked import Unchecked, run_in
 from shardmap_torch.spec import P
 
@@ -84,7 +85,7 @@ def shard_map(
     out_specs: Tree,
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
-    check: Check = True,
+    check: Check | None = None,
     debug: bool = False,
     replay: bool = False,
     schedule: Schedule = "overlap",
@@ -102,7 +103,7 @@ def shard_map(
     out_specs: Tree,
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
-    check: Check = True,
+    check: Check | None = None,
     debug: bool = False,
     replay: bool = False,
     schedule: Schedule = "overlap",
@@ -119,7 +120,7 @@ def shard_map(
     out_specs: Tree,
     mesh: Mesh | DeviceMesh | None = None,
     axis_names: Collection[str] | None = None,
-    check: Check = True,
+    check: Check | None = None,
     debug: bool = False,
     replay: bool = False,
     schedule: Schedule = "overlap",
@@ -151,7 +152,9 @@ def shard_map(
             from outside and in an inner `shard_map` values are global over them. An empty one
             leaves all axes automatic, as `auto` does; in JAX it stands for all axes.
         check: verify, before a signature runs for the first time, that the body is well-typed and
-            that the backward which autograd derives computes right gradients: "local", or True.
+            that the backward which autograd derives computes right gradients: "local", or True. So
+            does the default, which warns of a function, by a `OneDeviceWarning`, if random numbers
+            tell it from the same program on one device; "local" says that this is meant.
             "global" requires in addition that the forward is that of the same program on one
             device, its collectives left out; per-rank code goes into `local_region`. A dict, as in
             `{"tp": "global", "dp": "local"}`, requires that over some axes: the program is compared
@@ -217,6 +220,7 @@ def shard_map(
     strictness = _read_check(check)
     replayed = _read_replay(replay, schedule, strictness, donate)
     body = _Body(f, in_specs, out_specs, mesh, axis_names, strictness, debug, replayed, donate)
+    body.asks(check is None)
 
     @wraps(f)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -307,8 +311,8 @@ def _read_check(check: object) -> Strictness | None:
     Raises:
         SpecError: it is no strictness.
     """
-    if isinstance(check, bool):
-        return "local" if check else None
+    if check is None or isinstance(check, bool):
+        return None if check is False else "local"
     if isinstance(check, str) and check in _STRICTNESS:
         return _STRICTNESS[check]
     if isinstance(check, Mapping) and all(
@@ -349,11 +353,11 @@ def _read_replay(
 _STRICTNESS: Final[Mapping[str, Strictness]] = {"local": "local", "global": "global"}
 
 
-def _read_check_vma(check_vma: object, check: Check) -> Check:
+def _read_check_vma(check_vma: object, check: Check | None) -> Check | None:
     """Reads JAX's word for `check`, which the caller may use in its place."""
     if check_vma is None:
         return check
-    if not isinstance(check_vma, bool) or check is not True:
+    if not isinstance(check_vma, bool) or check is not None:
         raise SpecError(
             f"check_vma={show(check_vma)} is JAX's word for check: it takes a bool, and stands in "
             "the place of check."
@@ -391,6 +395,10 @@ class _Body:
         self._asked = Asked(self._name, self._call_and_verdict)
         self._root: Root | None = None
         self._lifted: dict[int, CellType] = {}
+
+    def asks(self, is_default: bool) -> None:
+        """Has a function that is checked by default warn where it is not that of one device."""
+        self._checked.one_device = OneDevice(self._name) if is_default else None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
         scope = current_scope()

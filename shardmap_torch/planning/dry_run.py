@@ -29,6 +29,7 @@ from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments, 
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.collectives.moves import MOVEMENTS
 from shardmap_torch.collectives.operations import Collective
+from shardmap_torch.core.ambient import silently
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import covers_storage
 from shardmap_torch.core.torch_private.engine import (
@@ -247,7 +248,8 @@ def checked(
     It is not checked if `alike` was, a call of the same specs and other sizes; the run then departs
     where it does something else than that. Strictness "global" asks for sizes and numbers too.
     """
-    return ask_mapped("estimate", f, partial(_checked, alike=alike), args, kwargs)
+    with silently():
+        return ask_mapped("estimate", f, partial(_checked, alike=alike), args, kwargs)
 
 
 def _checked(

@@ -309,7 +309,7 @@ def _layers(machine: ThisMachine, body: Body, depth: int) -> tuple[Callable[...,
     kind = "simulated" if machine.mesh is None else machine.mesh.kind
     mesh = make_mesh((ranks,), ("ranks",), kind=kind)
     spec = P("ranks")
-    step = shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+    step = shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check=True)
     args = [torch.ones(WIDTH * ranks, WIDTH)] * depth, torch.ones(ROWS * ranks, WIDTH)
     args = device_put(args, mesh, (spec, spec))
     step(*args)  # which checks

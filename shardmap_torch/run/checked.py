@@ -50,6 +50,7 @@ from shardmap_torch.run.recorded.schedule import Schedule
 from shardmap_torch.run.runtimes import is_simulated
 from shardmap_torch.run.safety.equal_values import EqualValues
 from shardmap_torch.run.safety.full_collections import postponing_full_collections
+from shardmap_torch.run.safety.one_device import OneDevice
 from shardmap_torch.run.safety.own_state import own_state, undoing
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
 
@@ -70,8 +71,10 @@ _LATE: Final = (
 )
 
 
-def verify(call: Call, strictness: Strictness) -> Verdict:
+def verify(call: Call, strictness: Strictness, repairs: bool = True) -> Verdict:
     """Checks a call step by step, or with numbers over axes of which one device has no such steps.
+
+    An error has a repair that was tried, unless `repairs` is False.
 
     Raises:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
@@ -80,7 +83,7 @@ def verify(call: Call, strictness: Strictness) -> Verdict:
         return verify_steps(call, strictness, confirm=_confirm)
     from shardmap_torch.run.trials.by_numbers import by_numbers, keep_promises
 
-    verdict = verify_steps(call, strictness, by_numbers, _confirm)
+    verdict = verify_steps(call, strictness, by_numbers, _confirm if repairs else None)
     is_open = verdict.traits.promises and not verdict.tried
     return keep_promises(call, strictness, verdict) if is_open else verdict
 
@@ -133,6 +136,7 @@ class Checked:
         self._changing, self._calls = Changing(name), 0
         self._history = History()
         self._equal, self._replay = EqualValues(debug), replay
+        self.one_device: OneDevice | None = None
 
     def verdict(self, call: Call, strictness: Strictness | None = None) -> Verdict:
         """Returns the verdict of a call's signature.
@@ -304,6 +308,9 @@ class Checked:
         self._changing.checked(self._calls, key, values, why)
         verdict = exactly()
         self._history.add(key, call, verdict)
+        if self.one_device is not None:
+            strictly = partial(verify, strictness="global", repairs=False)
+            self.one_device.ask(call, lambda: self._verify(call, strictly))
         return verdict
 
     def _derive(self, call: Call, sizes: Sizes) -> Verdict:

@@ -98,7 +98,7 @@ class _Call:
 
         body.__name__ = self.name
         specs = tuple(None if e.spec is None else _stacked(e.spec) for e in self.leaves)
-        mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=self.out_types)
+        mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=self.out_types, check=True)
         with torch.enable_grad():
             matched = broadcast_prefix(self.out_types, mapped(*crossing), "result", is_spec)
         results = [y for y in matched if isinstance(y, Placed) and isinstance(y.value, Tensor)]

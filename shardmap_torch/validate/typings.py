@@ -233,7 +233,8 @@ def _interpret(
     ]
     specs = tuple(_SPECS[axis_type] for axis_type in every)
     mesh = make_mesh((2,), (AXIS,), kind="simulated", simulate="ranks")
-    check_program(shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()), *stacked)
+    mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check=True)
+    check_program(mapped, *stacked)
     results: list[_Result] = []
     while not found.empty():  # the last of its interpretations
         results = found.get()

@@ -114,9 +114,9 @@ def _record() -> None:
     """Wraps the check of one signature."""
     verify, numbers = checked.verify, Counter[str]()
 
-    def recorded(call: Call, strictness: Any) -> Verdict:
+    def recorded(call: Call, strictness: Any, repairs: bool = True) -> Verdict:
         try:
-            verdict = verify(call, strictness)
+            verdict = verify(call, strictness, repairs)
         except ShardMapError as error:
             _append({"name": call.name, "strictness": str(strictness), **refused(error)}, numbers)
             raise

@@ -190,6 +190,7 @@ class Rejection:
         may_be_addend: whether it is right if an equal gradient is the n-th part of one device's.
         proposals: repairs that could be tried, the likeliest first.
         tried: the one that passed, and which the message names.
+        refuted: what random numbers have found to differ from one device.
     """
 
     types: frozenset[AxisType] = frozenset()
@@ -199,6 +200,7 @@ class Rejection:
     may_be_addend: bool = False
     proposals: tuple[Repair, ...] = ()
     tried: Repair | None = None
+    refuted: str = ""
 
 
 def rejection_of(error: ShardTypeError) -> Rejection:

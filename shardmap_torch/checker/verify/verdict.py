@@ -351,12 +351,12 @@ def verify(
     call: Call,
     strictness: Strictness,
     otherwise: Otherwise | None = None,
-    confirm: Confirm = lambda *_: None,
+    confirm: Confirm | None = lambda *_: None,
 ) -> Verdict:
     """Interprets the body on fakes and its derived backward.
 
     With strictness "global" the forward must also be that of the same program on one device.
-    Where it is not, step by step, `otherwise` is asked before a repair is searched.
+    Where it is not, step by step, `otherwise` is asked before a repair is searched, where there is a `confirm`.
 
     Raises:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.
@@ -377,7 +377,7 @@ def _verify_otherwise(
     strictness: Strictness,
     error: ShardTypeError,
     otherwise: Otherwise | None,
-    confirm: Confirm,
+    confirm: Confirm | None,
 ) -> Verdict:
     """Returns a verdict for which the error of the program as it is does not matter.
 
@@ -403,7 +403,8 @@ def _verify_otherwise(
     takes_gradients = rejection_of(error).takes_gradients and not _is_transformed()
     is_step = step is None and takes_gradients
     tried_on = replace(call, leaves=detached(call)) if is_step else call
-    with_tried(error, *find_repair(tried_on, error, strictness, attempt, confirm))
+    if confirm is not None:
+        with_tried(error, *find_repair(tried_on, error, strictness, attempt, confirm))
     refusal = shortened(error)
     if step is None:
         raise refusal from None

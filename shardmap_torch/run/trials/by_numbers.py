@@ -22,7 +22,7 @@ from shardmap_torch.backends.threads import thread_state
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
 from shardmap_torch.checker.ir.program import Equation
-from shardmap_torch.checker.ir.repairs import NONE, Repair
+from shardmap_torch.checker.ir.repairs import NONE, Repair, rejection_of
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import (
@@ -90,6 +90,7 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     try:
         comparison = _compare(call, proven, frozenset(call.mesh.axis_names) - compared, axes, typed)
     except RefutedError as refuted:
+        rejection_of(error).refuted = f"{refuted}"
         sent = {axis for e in sending if e.collective for axis in e.collective.axes}
         plain = [axis for axis in others if axis not in sent]
         for axis in plain if sending else ():
@@ -99,7 +100,7 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         if "local_region" not in str(error):  # it tells more
             _note(error, f"Tried with numbers over {over} as well: {refuted}.")
             return None
-        raise ShardTypeError(_REFUTED.format(call.name, over, refuted, "\n".join(lines))) from None
+        raise _refuting(_REFUTED, call, over, refuted, lines) from None
     except _UncheckedError:  # which is what the error is about
         return None
     except UntriedError as untried:
@@ -168,7 +169,7 @@ def keep_promises(call: Call, strictness: Strictness, proven: Verdict) -> Verdic
         others = frozenset(call.mesh.axis_names) - compared
         comparison = _compare(call, proven, others, axes, typed, proven.traits.drawn)
     except RefutedError as refuted:
-        raise ShardTypeError(_BROKEN.format(call.name, over, refuted, "\n".join(lines))) from None
+        raise _refuting(_BROKEN, call, over, refuted, lines) from None
     except _UncheckedError as error:
         return replace(proven, untried=f"the body fails there: {error.__cause__}")
     except UntriedError as untried:
@@ -205,6 +206,14 @@ _REFUTED: Final = (
     "\nOne device has no step for:\n{}\nFix: where an axis has one rank, the body must compute the "
     "same: compare which block each rank has after each step, and what it does with it."
 )
+
+
+def _refuting(
+    text: str, call: Call, over: str, refuted: RefutedError, lines: Sequence[str]
+) -> ShardTypeError:
+    error = ShardTypeError(text.format(call.name, over, refuted, "\n".join(lines)))
+    rejection_of(error).refuted = f"{refuted}"
+    return error
 
 
 def _note(error: ShardTypeError, line: str) -> None:
