@@ -24,6 +24,7 @@ from shardmap_torch.checker.api import ShapeDtype, stand_ins
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.ir.repairs import NONE, Repair, rejection_of
 from shardmap_torch.checker.rules.infer import is_real
+from shardmap_torch.checker.spmd.sharded import MICROBATCHES
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import (
     Verdict,
@@ -96,6 +97,8 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         for axis in plain if sending else ():
             _note(error, f"Over {axis!r} alone: {_reason(others[axis])}")
         if plain or not sending:  # the step that is another one says more
+            if MICROBATCHES in f"{error}":  # but for one that a right program may have as well
+                _note(error, _ELSEWHERE_WRONG.format(over, refuted))
             return None
         if "local_region" not in str(error):  # it tells more
             _note(error, f"Tried with numbers over {over} as well: {refuted}.")
@@ -205,6 +208,12 @@ _REFUTED: Final = (
     "{}: check='global': tried with numbers over {}, it is another program than on one device: {}."
     "\nOne device has no step for:\n{}\nFix: where an axis has one rank, the body must compute the "
     "same: compare which block each rank has after each step, and what it does with it."
+)
+
+
+_ELSEWHERE_WRONG: Final = (
+    "Tried with numbers over {} as well, which accept such a step where all else is right: {}. "
+    "Compare first how parts are weighed and summed."
 )
 
 

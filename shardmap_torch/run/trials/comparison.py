@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import count
 from typing import Any, Final
 
@@ -473,4 +474,23 @@ def _worst(mine: Tensor, other: Tensor, apart: Tensor) -> str:
     place = f" at {list(at)}" if at else ""
     a, b = mine[at].item(), other[at].item()
     shown = (f"{a:.6g}", f"{b:.6g}") if is_smooth(other) else (str(a), str(b))
-    return f"is {shown[0]} on the ranks and {shown[1]} on one device{place}"
+    return (
+        f"is {shown[0]} on the ranks and {shown[1]} on one device{place}{_times(mine, other, a, b)}"
+    )
+
+
+def _times(mine: Tensor, other: Tensor, a: float, b: float) -> str:
+    """Says of which small fraction of one device's values all those of the ranks are."""
+    if (
+        not is_smooth(other)
+        or other.is_complex()
+        or not (math.isfinite(a) and math.isfinite(b) and a * b)
+    ):
+        return ""
+    scale = Fraction(a / b).limit_denominator(_MAX_TIMES)
+    alike = abs(scale) <= _MAX_TIMES and torch.allclose(mine, other * float(scale), rtol=1e-9)
+    return f", all of it {scale} times as much" if alike else ""
+
+
+_MAX_TIMES: Final = 64
+"""Ranks that one forgets, or counts twice, are few."""

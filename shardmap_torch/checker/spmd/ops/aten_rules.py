@@ -28,7 +28,15 @@ from shardmap_torch.checker.spmd.ops import indexing, letters
 from shardmap_torch.checker.spmd.ops.advice import KEY, NUMBER, PART, STATISTICS, counted
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.ops.reductions import add, average, extremum
-from shardmap_torch.checker.spmd.sharded import GATHER, WRAP, Rule, Sharded, Step, shards_of
+from shardmap_torch.checker.spmd.sharded import (
+    GATHER,
+    MICROBATCHES,
+    WRAP,
+    Rule,
+    Sharded,
+    Step,
+    shards_of,
+)
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 aten = torch.ops.aten
@@ -169,7 +177,7 @@ def _sliced(step: Step) -> list[Sharded]:
     if full:
         return [Sharded(x.dims)]
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY:
-        raise UnrelatedError(f"it takes a part of dim {dim}, which is sharded", GATHER)
+        raise UnrelatedError(f"it takes a part of dim {dim}, which is sharded", MICROBATCHES)
     if here != there:
         counts = f"{len(here)} entries of dim {dim} on a rank and {len(there)} on one device"
         raise UnrelatedError(f"it takes {counts}, where it is unsharded", PART)
