@@ -356,7 +356,8 @@ def verify(
     """Interprets the body on fakes and its derived backward.
 
     With strictness "global" the forward must also be that of the same program on one device.
-    Where it is not, step by step, `otherwise` is asked before a repair is searched, where there is a `confirm`.
+    Where it is not, step by step, `otherwise` is asked before a repair is searched; none is without
+    `confirm`.
 
     Raises:
         ShardTypeError: the program is not well-typed, or would compute wrong gradients.

@@ -213,7 +213,7 @@ _REFUTED: Final = (
 
 _ELSEWHERE_WRONG: Final = (
     "Tried with numbers over {} as well, which accept such a step where all else is right: {}. "
-    "Compare first how parts are weighed and summed."
+    "Look for what else differs, as how parts are weighed and summed."
 )
 
 
