@@ -185,15 +185,16 @@ _ALONG: Final[Mapping[str, tuple[int, int | None]]] = {
 def _along(
     backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs a function along a dim on each shard, where only dims in front of it are sharded."""
+    """Runs a function along a dim on shards of the dims in front of it; others are gathered."""
     at, default = _ALONG[getattr(func, "__name__", "")]
     dim = kwargs.get("dim", args[at] if len(args) > at else default)
     x = base_of(args[0]) if args and isinstance(args[0], Tensor) else None
     others = [leaf for leaf in flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor)]
     if not isinstance(x, DTensor) or type(dim) is not int or others or is_batched(args[0]):
         return on_global(backend, func, args, kwargs)
-    placements = evenly(settled(x.placements), x.shape, tuple(backend.shared.shape))
-    if any(isinstance(p, Shard) and p.dim >= dim % x.ndim for p in placements):
+    placements = settled(x.placements, range(dim % x.ndim, x.ndim))
+    placements = evenly(placements, x.shape, tuple(backend.shared.shape))
+    if not any(isinstance(p, Shard) for p in placements):
         return on_global(backend, func, args, kwargs)
     local = bind(backend, Unshare(backend.shared, placements, func.__name__), args[0])
     share = Share(backend.shared, placements)

@@ -217,7 +217,8 @@ class Outputs:
 
     def leave(self, out: Tree) -> Tree:
         """Converts outputs to DTensors or to this rank's tensors, as the plan says."""
-        is_whole = self._finds and self._is_local  # what is sharded stays a DTensor
+        # What is sharded stays a DTensor; so do rows, whose mean on one rank is not the batch's.
+        is_whole = self._is_local and bool(self._finds or self._data.axes)
         if self._mesh.kind not in PROCESS_KINDS or self._out_specs is not None or is_whole:
             return out
         return map_leaves(self._to_local if self._is_local else self._to_dtensor, out)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 from shardmap_torch import (
+    ColwiseParallel,
     Mesh,
     P,
     ShardMapError,
@@ -211,6 +212,28 @@ def are_those_of_one_device(mesh: Mesh) -> None:
 
 def test_losses_outside_of_a_module_are_those_of_one_device(gloo: Gloo) -> None:
     run_on("gloo", are_those_of_one_device, gloo, SHAPE, AXES)
+
+
+def have_rows_and_columns(mesh: Mesh) -> None:
+    """Compares by rows over an axis; with columns over the other, and with a style of the root."""
+    styles = ColwiseParallel(use_local_output=False), ColwiseParallel(output_layouts=Replicate())
+    names = ("accuracy", "several", "tokens", "norms", "along the rows", "weight of a loss")
+    data = device_put((X, NUMBERS, CLASSES), mesh, P("dp"))
+    for style in styles:
+        for name in names:
+            one = model()
+            expected = STEPS[name](one(X), NUMBERS, CLASSES, WEIGHT)
+            expected.backward()
+            mine = parallelize(model(), mesh, style, axis="tp", dp="dp")
+            found = STEPS[name](mine(data[0]), *data[1:], WEIGHT)
+            found.backward()
+            torch.testing.assert_close(found, expected, msg=name)
+            assert one.weight.grad is not None
+            torch.testing.assert_close(full(mine.weight.grad), one.weight.grad, msg=name)
+
+
+def test_results_sharded_over_two_axes_have_losses_of_one_device(gloo: Gloo) -> None:
+    run_on("gloo", have_rows_and_columns, gloo, (2, 2), ("dp", "tp"))
 
 
 FIX = "as torch.where or torch.cat."
