@@ -1,11 +1,12 @@
-"""PyTorch's operator database as simulated ranks run it: batched, against torch called plainly.
+"""PyTorch's operator database as simulated ranks run it, and as records of it are evaluated.
 
 Each operator is called on operands that vary over the ranks of one axis, of two, or over none of
-them, in a checked body on the default simulated mesh. Results and gradients must be those of plain
-calls on the operands of each rank; what is refused, is refused by an error of ours.
+them, in a checked body on the default simulated mesh, which is one batched program. Its record is
+what trials evaluate. Results and gradients must be those of plain calls on the operands of each
+rank; what is refused, is refused by an error of ours.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from itertools import chain, product
@@ -20,8 +21,15 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
 from shardmap_torch import P, ShardMapError, make_mesh, shard_map
+from shardmap_torch.checker.ir.repairs import NONE
+from shardmap_torch.checker.verify.verdict import attempt
 from shardmap_torch.core.function_modes import LOST, FunctionMode
 from shardmap_torch.core.functorch import is_smooth
+from shardmap_torch.record.program import Step
+from shardmap_torch.record.recorder import ProgramRecorder
+from shardmap_torch.run.trials.draws import Like
+from shardmap_torch.run.trials.runs import Program
+from shardmap_torch.run.trials.watch import UntriedError
 from tests.checker.support.fuzz import Case, cases, derive, precision
 from tests.checker.support.fuzz_all import dtypes_of, name_of, runs_here
 from tests.checker.support.global_fuzz import is_drawn
@@ -29,6 +37,7 @@ from tests.support.fuzzing import FUZZ
 
 pytestmark = pytest.mark.usefixtures("quiet")
 MESH: Final = make_mesh((2, 2), ("a", "b"), kind="simulated")
+BY_RANK: Final = make_mesh((2, 2), ("a", "b"), kind="simulated", simulate="ranks")
 RANKS: Final = (*product(range(2), repeat=2),)
 SAMPLES: Final = 6 if FUZZ else 2
 UNWRITTEN: Final = ("empty", "new_empty")
@@ -101,7 +110,59 @@ def leaves_of(values: Mapping[int, Tensor], smooth: Any) -> dict[int, Tensor]:
     return {i: x.detach().clone().requires_grad_(i in smooth) for i, x in values.items()}
 
 
-def differences(trial: Trial, flows: bool) -> str | None:
+Run = Callable[[Trial, dict[int, Tensor], Mapping[int, Tensor]], tuple[Sequence[Tensor], Any]]
+"""From operands and cotangents of results to the results, and gradients of operands."""
+
+
+def batched(trial: Trial, given: dict[int, Tensor], grids: Mapping[int, Tensor]) -> Any:
+    mapped = shard_map(trial.body, mesh=MESH, in_specs=trial.specs(), out_specs=P("a", "b"))
+    results = mapped(*given.values())
+    return results, derive(results, given, grids)
+
+
+class Plain:
+    """Computes the operators of a record as they are."""
+
+    def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> list[Any]:
+        run: Any = step.run
+        return [run(**each) for each in arguments]
+
+    def closure(self, real: Tensor, site: object) -> Tensor:
+        return real
+
+    def note_inputs(self, inputs: object) -> None: ...
+    def note_cotangents(self, xs: object) -> None: ...
+    def note_moved(self, made: object, operands: object, adds: bool) -> None: ...
+
+
+def evaluated(trial: Trial, given: dict[int, Tensor], grids: Mapping[int, Tensor]) -> Any:
+    """Evaluates the record.
+
+    Raises:
+        UnrecordedError: there is none.
+    """
+    mapped = shard_map(trial.body, mesh=BY_RANK, in_specs=trial.specs(), out_specs=P("a", "b"))
+    args = [*given.values()]
+    call = mapped._shardmap_call(args)  # type: ignore[attr-defined]
+    verdict = attempt(call, NONE, "local", observe=ProgramRecorder)
+    likes = {at: Like(x.shape, x.dtype, x.device, x.requires_grad) for at, x in enumerate(args)}
+    program = Program(call, verdict, likes)
+    try:
+        evaluation = program.evaluation(dict(enumerate(args)), Plain())  # type: ignore[arg-type]
+    except UntriedError as error:
+        raise UnrecordedError(str(error)) from None
+    results = program.results(evaluation)
+    pairs = enumerate(results)
+    cotangents = {p: grids[i] for i, p in pairs if i in grids and p in program.record.seeds}
+    found = program.gradients(evaluation, cotangents)
+    return [*results.values()], [found.get(at) for at in range(len(args))]
+
+
+class UnrecordedError(ShardMapError):
+    """An operator whose record cannot be evaluated, as of one that takes numbers."""
+
+
+def differences(trial: Trial, flows: bool, run: Run = batched) -> str | None:
     """Returns how the ranks differ from plain calls; None if not, or if nothing can be compared.
 
     Raises:
@@ -122,15 +183,14 @@ def differences(trial: Trial, flows: bool) -> str | None:
         return None  # it draws
     if len({tuple(y.shape for y in outs) for outs in outputs}) > 1:
         return None
-    mapped = shard_map(trial.body, mesh=MESH, in_specs=trial.specs(), out_specs=P("a", "b"))
     given = leaves_of(dict(zip(trial.columns, trial.stacked(), strict=True)), smooth)
-    results = mapped(*given.values())
+    grids = {i: _grid([each[i] for each in cotangents]) for i in cotangents[0]}
+    results, gradients = run(trial, given, grids)
     coarse = max((precision(each) for each in results), default=0.0)
     for place, result in enumerate(results):
         if not _agree(result, _grid([outs[place] for outs in outputs]), coarse):
             return f"result {place} differs"
-    grids = {i: _grid([each[i] for each in cotangents]) for i in cotangents[0]}
-    found = dict(zip(given, derive(results, given, grids), strict=True))
+    found = dict(zip(given, gradients, strict=True))
     for at, (i, gradient) in enumerate(found.items()):
         if not _agree(gradient, _total(trial, i, [each[at] for each in expected]), coarse):
             return f"gradient {at} differs"
@@ -168,7 +228,7 @@ def _agree(found: Tensor | None, expected: Tensor | None, coarse: float = 0.0) -
     return torch.allclose(found, expected, rtol=rounding, atol=rounding, equal_nan=True)
 
 
-def faults(info: Any, samples: int = SAMPLES) -> list[str]:
+def faults(info: Any, samples: int = SAMPLES, run: Run = batched) -> list[str]:
     """Tries an operator, with a gradient or, where that is refused, without one."""
     found = []
     for dtype in dtypes_of(info, FUZZ):
@@ -176,7 +236,7 @@ def faults(info: Any, samples: int = SAMPLES) -> list[str]:
             for trial in trials(case, torch.Generator().manual_seed(number)):
                 for flows in (True, False) if case.smooth else (False,):
                     try:
-                        fault = differences(trial, flows)
+                        fault = differences(trial, flows, run)
                     except ShardMapError:
                         continue
                     except RuntimeError as error:
@@ -193,6 +253,12 @@ def faults(info: Any, samples: int = SAMPLES) -> list[str]:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_an_operator_gives_each_rank_what_a_plain_call_does(name: str) -> None:
     assert faults(BY_NAME[name]) == []
+
+
+@pytest.mark.sample(24)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_record_of_an_operator_has_what_a_plain_call_does(name: str) -> None:
+    assert faults(BY_NAME[name], run=evaluated) == []
 
 
 class Given(FunctionMode):
