@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -162,15 +163,37 @@ def full(tree: X) -> X:
     return compared("full", None, lambda: shards, describe, gather, copies)
 
 
+_UNSENT: Final = frozenset(
+    {
+        *(torch.int16, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    }
+)
+"""Dtypes of which gloo gathers no shards for DTensors."""
+
+
 def _full(leaf: Any) -> Any:
     if is_dtensor(leaf):
-        return leaf.full_tensor()
+        is_sent = leaf.dtype not in _UNSENT or any([each.is_partial() for each in leaf.placements])
+        return leaf.full_tensor() if is_sent else _full_by_bytes(leaf)
     base = base_of(leaf) if isinstance(leaf, Tensor) else leaf
     if not is_dtensor(base):
         return leaf
     # A transform of torch.func has wrapped it, so that it looks like a plain tensor.
     mesh = as_mesh(base.device_mesh)
     return runtime_of(mesh).gather_shards(mesh, leaf)
+
+
+def _full_by_bytes(leaf: Any) -> Tensor:
+    """Gathers the bytes of the entries, along a trailing dim."""
+    from torch.distributed.tensor import DTensor  # here: it takes a part of a second
+
+    local = leaf.to_local().contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = (*leaf.shape, leaf.dtype.itemsize)
+    stride = torch.empty(shape, device="meta").stride()
+    placed = DTensor.from_local(local, leaf.device_mesh, leaf.placements, shape=shape, stride=stride)
+    whole: Tensor = placed.full_tensor()
+    return whole.contiguous().view(leaf.dtype).squeeze(-1)
 
 
 def _described(placed: Iterable[Placed[P | None]]) -> Iterator[str]:
