@@ -191,7 +191,8 @@ def _full_by_bytes(leaf: Any) -> Tensor:
     local = leaf.to_local().contiguous().unsqueeze(-1).view(torch.uint8)
     shape = (*leaf.shape, leaf.dtype.itemsize)
     stride = torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(local, leaf.device_mesh, leaf.placements, shape=shape, stride=stride)
+    layout: dict[str, Any] = {"shape": shape, "stride": stride}
+    placed: Any = DTensor.from_local(local, leaf.device_mesh, leaf.placements, **layout)
     whole: Tensor = placed.full_tensor()
     return whole.contiguous().view(leaf.dtype).squeeze(-1)
 
