@@ -171,7 +171,7 @@ class Comparison:
         at = set[Any]().union(*(seen.one_sided for seen in self._seen))
         before = deepcopy(self._seen)
         try:
-            for style in PLAIN * 6:
+            for style in PLAIN * 6 + LEVELLED * self._summarizes:
                 draw = replace(next(draws), style=style, limited=dict.fromkeys(at))
                 self._try(draw, partly=True)
         except (RefutedError, UntriedError):

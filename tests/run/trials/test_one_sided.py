@@ -82,6 +82,17 @@ WRONG: Final[dict[str, tuple[Change, Change]]] = {
         lambda y: torch.minimum(y, torch.full_like(y, 1e6 * axis_size("cp"))),
     ),
     "another of squares": (same, lambda y: torch.where(y.square() >= -1e-9 * len(y), y, 0 * y)),
+    "any of a rank's own": (same, lambda y: y * torch.where((y > 1e6).any(), 2.0, 1.0)),
+    "all of a rank's own": (same, lambda y: y * torch.where((y.abs() < 1e6).all(), 1.0, 2.0)),
+    "how many of a rank's own": (same, lambda y: y * (1 + (y > 1e6).sum().clamp(max=1))),
+    "the largest bucket of a rank": (
+        same,
+        lambda y: y * (1 + torch.searchsorted(y.new_tensor([1e6]), y.detach().flatten()).max()),
+    ),
+    "buckets of a rank": (
+        same,
+        lambda y: y * (1 + torch.bucketize(y.detach().amax(), y.new_tensor([1e6]))),
+    ),
     "of a rank's own mean": (same, lambda y: y * torch.where(y.mean(0) > 1e6, 2.0, 1.0)),
 }
 
