@@ -100,6 +100,11 @@ else:
         raise AttributeError(f"module 'shardmap_torch' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """Lists the public names, those that are not loaded yet among them."""
+    return sorted(__all__)
+
+
 __version__ = "0.1.0"
 
 # Without what `import *` would replace: `torch.nn`, `torch.nn.functional`, the standard `random`.

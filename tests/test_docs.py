@@ -1,5 +1,6 @@
 """docs/collectives.md and the page of each collective say what the table says."""
 
+import shardmap_torch
 from shardmap_torch import ops
 from shardmap_torch.collectives.table import ROWS, TABLE
 from tests.support.collectives_page import FOLDER, MOVES, PAGE, page, pages
@@ -28,3 +29,7 @@ def test_the_page_has_every_row_both_ways_and_every_function() -> None:
 
 def test_every_move_is_described() -> None:
     assert set(MOVES) == {row.move for row in ROWS}
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert dir(shardmap_torch) == sorted(shardmap_torch.__all__)

@@ -1,5 +1,6 @@
 """Texts of errors about ranks, and of the first difference between their programs."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -120,8 +121,23 @@ def difference(name: str, reports: Mapping[int, Report]) -> str:
         f"where: {places}\n"
         "Fix: run the same code with the same Python values on every process, and pass the same "
         "DTensors: a clone, or a new one of equal values, is another. What depends on the rank "
-        "inside of a body is the tensor axis_index(axis)."
+        "inside of a body is the tensor axis_index(axis)." + _ROWS * _are_batches(mine, other)
     )
+
+
+def _are_batches(one: str, other: str) -> bool:
+    """Returns whether two lines are of one argument in two sizes, split in the same way."""
+    found = [_ARGUMENT.fullmatch(line) for line in (one, other)]
+    parts = [() if each is None else each.groups() for each in found]
+    return all(parts) and parts[0][::2] == parts[1][::2] and parts[0] != parts[1]
+
+
+_ARGUMENT: Final = re.compile(r"\s*([^%\s]\S*): (\w+\[.*\]), (P\('.*)")
+
+_ROWS: Final = (
+    " A batch has as many rows on every process: drop the last one of a loader (drop_last=True), "
+    "or pad it."
+)
 
 
 def unequal_values(name: str, reports: Mapping[int, Report]) -> str:

@@ -253,7 +253,8 @@ _TANGENT: Final = 1 << 32
 
 _COPIED: Final = (
     "make the copies equal, as by a broadcast or a checkpoint; a rank has left an update out, or "
-    "has changed its copy alone."
+    "has changed its copy alone. Of a batch, ranks that share a shard take the same rows: count "
+    "the shards, not the ranks, in a sampler."
 )
 
 

@@ -63,8 +63,7 @@ def _are_ignored() -> bool:
 
 
 _SEEN: Final[dict[Any, Any]] = {}
-"""Where Python notes what it has warned of: a function that is mapped anew warns once."""
-
+"""The registry of what Python has warned of: a function that is mapped anew warns once."""
 
 _PLACE: Final = re.compile(r"\bat \S+:\d+")
 

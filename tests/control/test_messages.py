@@ -1,0 +1,40 @@
+"""What is said of the first difference between the programs of ranks."""
+
+import pytest
+
+from shardmap_torch.control.board import Report
+from shardmap_torch.control.messages import difference
+
+ROWS = " A batch has as many rows on every process: drop the last one of a loader "
+ROWS += "(drop_last=True), or pad it."
+
+
+def told(*texts: str) -> str:
+    reports = {at: Report(1, "train.py:9", text) for at, text in enumerate(texts)}
+    return difference("step", reports)
+
+
+def test_batches_of_other_sizes_are_told_of_a_loader_and_drop_last() -> None:
+    assert told("x: float32[8, 8], P('dp')", "x: float32[6, 8], P('dp')") == (
+        "step: processes run different programs. The first difference:\n"
+        "  rank 0: x: float32[8, 8], P('dp')\n"
+        "  rank 1: x: float32[6, 8], P('dp')\n"
+        "where: ranks 0, 1 at train.py:9\n"
+        "Fix: run the same code with the same Python values on every process, and pass the same "
+        "DTensors: a clone, or a new one of equal values, is another. What depends on the rank "
+        f"inside of a body is the tensor axis_index(axis).{ROWS}"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "x: float32[8, 8], P(None, 'dp')",
+        "y: float32[6, 8], P('dp')",
+        "%1: float32[6, 8] {dp: V} = mul(x (P('dp')); other=2.0)",
+        "x: float32[6, 8], P()",
+    ],
+)
+def test_other_differences_are_not_said_to_be_of_batches(other: str) -> None:
+    first = other.replace("[6, 8]", "[8, 8]") if other.startswith("%") else ""
+    assert ROWS not in told(first or "x: float32[8, 8], P('dp')", other)
