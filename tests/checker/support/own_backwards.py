@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import Any, Final
 
 import torch
@@ -70,16 +70,31 @@ def _in_place(given: Given) -> Tensor:
     return found + found
 
 
-def _lost(given: Given) -> Tensor:
-    copied = given.g.contiguous()
-    copied.mul_(2.0)
-    return (given.g * (given.own.sum() * 0 + 1)).flatten()[:3] + given.own
+COPIES: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "contiguous": lambda g: g.contiguous(),
+    "reshape": lambda g: g.reshape(-1),
+    "flatten": lambda g: g.flatten(),
+    "ravel": lambda g: g.ravel(),
+    "the same": lambda g: g,
+    "reshape_as": lambda g: g.reshape_as(torch.empty(g.numel())),
+    "to": lambda g: g.to(memory_format=torch.contiguous_format),
+}
+"""Functions whose result has the memory of a cotangent, or not, by its strides."""
 
 
-def _scaled_view(given: Given) -> Tensor:
-    given.g.reshape(-1).mul_(2.0)
-    return given.own
+def _written(copy: str, is_read: bool) -> Callable[[Given], Tensor]:
+    """Makes a gradient after a write into what may be a copy; of the cotangent, or of the copy."""
 
+    def back(given: Given) -> Tensor:
+        copied = COPIES[copy](given.g)
+        copied.mul_(2.0)
+        read = given.g if is_read else copied.reshape(given.g.shape)
+        return read.reshape(-1, 3).sum(0) * 0.5 + 0 * given.own
+
+    return back
+
+
+_WRITES: Final = (*product(COPIES, ("g read", "copy read")),)
 
 BACKS: Final[Mapping[str, Callable[[Given], Tensor | None]]] = {
     "own": lambda x: x.own,
@@ -100,13 +115,13 @@ BACKS: Final[Mapping[str, Callable[[Given], Tensor | None]]] = {
     "own, an addend": lambda x: reinterpret(x.own, "tp", src=V, dst=Partial),
     "ones and own": lambda x: x.one + x.own,
     "ones and own, summed": lambda x: x.one + all_reduce(x.own, "tp", dst=I),
-    "a lost write": _lost,
-    "a write before": _scaled_view,
+    "own, of a clone": lambda x: x.g.clone().mul_(0).sum() + x.own,
+    **{f"{c} is written, {read}": _written(c, read == "g read") for c, read in _WRITES},
 }
 """The gradient of that operand; a wrong one for most."""
 
-BY_STRIDES: Final = frozenset({"a lost write", "a write before"})
-"""Writes that are right or wrong by the strides of the cotangent."""
+BY_STRIDES: Final = frozenset(f"{copy} is written, {read}" for copy, read in _WRITES)
+"""Writes that are right or wrong by the strides of the cotangent, and by who else has it."""
 
 Form = tuple[Make, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]]
 
@@ -122,26 +137,60 @@ USES: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "each": lambda h, out: (h * out).sum(),
     "all": lambda h, out: all_reduce((h * out).square().sum(), "tp", dst=I),
     "beside": lambda h, out: (h + out).square().sum(),
+    "sum": lambda h, out: out.sum(),
+    "mean": lambda h, out: out.mean(0).sum() / axis_size("tp"),
+    "all of the sum": lambda h, out: all_reduce(out.sum(), "tp", dst=I),
+    "rows": lambda h, out: (out.sum(1) * h.sum(1)).sum(),
+    "turned": lambda h, out: (out.t().contiguous() * h.t().contiguous()).sum(),
+    "twice": lambda h, out: out.sum() + (h * out).sum(),
 }
-"""The loss, for h and the result: each rank's own, or one for all."""
+"""The loss, for h and the result: each rank's own, or one for all.
+
+The cotangents of the result are dense, of zero strides, expanded along a dim, or transposed.
+"""
 
 
-def function(forward: str, back: str, base: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    compute, derive = FORWARDS[forward]
+USES_OF_A_ROW: Final = ("each", "all", "beside", "sum", "twice")
 
-    class Own(base):  # type: ignore[misc]
-        @staticmethod
-        def forward(ctx: Any, h: Tensor, a: Tensor) -> Tensor:
-            ctx.save_for_backward(h, a)
+MAKERS: Final[Mapping[str, Any]] = {
+    "torch": torch.autograd.Function,
+    "torch, setup_context": torch.autograd.Function,
+    "ours": shardmap_torch.Function,
+    "ours, setup_context": shardmap_torch.Function,
+    "hook": None,
+}
+
+
+def function(forward_name: str, back: str, maker: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns a function of h and a; a backward, or a hook on a, makes the gradient of a."""
+    compute, derive = FORWARDS[forward_name]
+    if maker == "hook":
+
+        def hooked(h: Tensor, a: Tensor) -> Tensor:
+            a = a.view_as(a)
+            if a.requires_grad:
+                a.register_hook(lambda g: BACKS[back](Given(h.detach(), a.detach(), g, g)))
             return compute(h, a)
 
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-            h, a = ctx.saved_tensors
-            of_h, of_a = derive(h, a, g)
-            return None if forward == "alone" else of_h, BACKS[back](Given(h, a, g, of_a))
+        return hooked
 
-    apply: Callable[[Tensor, Tensor], Tensor] = Own.apply
+    def forward(ctx: Any, h: Tensor, a: Tensor) -> Tensor:
+        keep(ctx, (h, a), None)
+        return compute(h, a)
+
+    def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: object) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        h, a = ctx.saved_tensors
+        of_h, of_a = derive(h, a, g)
+        return None if forward_name == "alone" else of_h, BACKS[back](Given(h, a, g, of_a))
+
+    own: dict[str, Any] = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    if maker.endswith("setup_context"):
+        own |= {"forward": staticmethod(compute), "setup_context": staticmethod(keep)}
+    made: Any = type("Own", (MAKERS[maker],), {**own, "__module__": __name__})
+    apply: Callable[[Tensor, Tensor], Tensor] = made.apply
     return apply
 
 
@@ -188,7 +237,7 @@ class Program:
         operand: the type of its second operand.
         use: of its result.
         place: "outside"; or "inside", or "inside, summed" over the ranks.
-        ours: whether it is a `shardmap_torch.Function`.
+        maker: of the gradient, a key of `MAKERS`.
     """
 
     forward: str
@@ -196,51 +245,65 @@ class Program:
     operand: str
     use: str
     place: str
-    ours: bool
+    maker: str
 
-    def _loss(self, mesh: Mesh, x: Tensor, w: Tensor, base: Any) -> Tensor:
+    def _loss(self, mesh: Mesh, x: Tensor, w: Tensor, maker: str) -> Tensor:
         h = x * w
         if self.forward == "gathered":
-            part: Any = Part if base is not shardmap_torch.Function else OwnPart
+            part: Any = OwnPart if maker.startswith("ours") else Part
             return GATHERED_USES[self.use](h, part.apply(h, mesh, self.back))
         a = OPERANDS[self.operand](h, w)
-        return USES[self.use](h, function(self.forward, self.back, base)(h, a))
+        return USES[self.use](h, function(self.forward, self.back, maker)(h, a))
 
-    def run(self, mesh: Mesh, check: Any, types: Any = None, base: Any = None) -> list[Tensor]:
-        """Returns the gradients of x and w; `types` says how w enters, if nothing is checked."""
-        made = base or (shardmap_torch.Function if self.ours else torch.autograd.Function)
-        is_one = self.use == "all"
+    def run(self, mesh: Mesh, check: Any, types: Any = None, maker: str = "") -> list[Tensor]:
+        """Returns both gradients and the loss; `types` says how w enters, if nothing is checked."""
+        made = maker or self.maker
+        is_one = self.use.startswith("all")
 
         def outside(x: Tensor, w: Tensor) -> Tensor:
             loss = self._loss(mesh, x, w, made)
             return loss if is_one else all_reduce(loss, "tp", dst=I)
 
-        def inside(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        def inside(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             x, w = (each.detach().requires_grad_() for each in (x, w))
-            found = torch.autograd.grad(self._loss(mesh, x, w, made), (x, w))
-            return found[0], all_reduce(found[1], "tp", dst=I) if self.place != "inside" else found[
-                1
-            ]
+            loss = self._loss(mesh, x, w, made)
+            of_x, of_w = torch.autograd.grad(loss, (x, w))
+            of_w = of_w if self.place == "inside" else all_reduce(of_w, "tp", dst=I)
+            loss = loss.detach()
+            return of_x, of_w, loss if is_one else all_reduce(loss, "tp", dst=I)
 
         specs = {"mesh": mesh, "in_specs": (P("tp"), types or P()), "check": check}
         if self.place != "outside":
-            return [*shard_map(inside, out_specs=(P("tp"), P()), **specs)(X, W)]
+            return [*shard_map(inside, out_specs=(P("tp"), P(), P()), **specs)(X, W)]
         x, w = (each.clone().requires_grad_() for each in (X, W))
-        return [*torch.autograd.grad(shard_map(outside, out_specs=P(), **specs)(x, w), (x, w))]
+        loss = shard_map(outside, out_specs=P(), **specs)(x, w)
+        return [*torch.autograd.grad(loss, (x, w)), loss.detach()]
 
     def is_right(self, expected: list[Tensor]) -> bool:
         """Returns whether ranks that nobody checks compute what one device does."""
         if self.back in BY_STRIDES:
             return False
-        ours = shardmap_torch.Function  # a plain one does not know the mesh, until it is checked
         for types in (P(invariant={"tp"}), P(replicate={"tp"})):
             with suppress(ShardMapError):  # a result differs by rank
-                if same(self.run(TWO, False, types, ours), expected):
+                if same(self.run(TWO, False, types, self.knowing), expected):
                     return True
         return False
 
+    def runs_on_one_device(self) -> bool:
+        """Returns False for a write into what is expanded, or a collective after the body's end."""
+        try:
+            self.expected()
+        except (RuntimeError, ShardMapError):
+            return False
+        return True
+
     def expected(self) -> list[Tensor]:
-        return self.run(ONE, False, P(invariant={"tp"}), shardmap_torch.Function)
+        return self.run(ONE, False, P(invariant={"tp"}), self.knowing)
+
+    @property
+    def knowing(self) -> str:
+        """The maker that knows the mesh: a plain Function does not, until it is checked."""
+        return self.maker.replace("torch", "ours")
 
     def fate(self, check: Any, expected: list[Tensor], mesh: Mesh = TWO) -> str:
         """Returns "equal", "wrong", or the error with which it is refused."""
@@ -266,14 +329,17 @@ PLACES: Final = ("outside", "inside", "inside, summed")
 
 
 def programs(count: int, seed: int = 0) -> Iterator[Program]:
-    """Yields that many of all programs, in a random order."""
-    kinds = product(FORWARDS, BACKS, OPERANDS, USES, PLACES, (False, True))
-    found = [Program(*each) for each in kinds]
+    """Yields that many programs which one device runs, of all in a random order."""
+    kinds = product(FORWARDS, BACKS, OPERANDS, USES, PLACES, MAKERS)
+    found = [Program(*each) for each in kinds if each[0] != "alone" or each[3] in USES_OF_A_ROW]
+    # A hook does not replace what autograd derives before it, which has to be typed.
+    found = [each for each in found if (each.maker, each.operand) != ("hook", "I")]
     found += [
-        Program("gathered", back, "V", use, place, ours)
-        for back, use, place, ours in product(
-            {**PARTS, **SCATTERS}, GATHERED_USES, PLACES, (False, True)
+        Program("gathered", back, "V", use, place, maker)
+        for back, use, place, maker in product(
+            {**PARTS, **SCATTERS}, GATHERED_USES, PLACES, ("torch", "ours")
         )
-        for _ in range(6)  # there are few
+        for _ in range(30)  # there are few
     ]
-    return iter(random.Random(seed).sample(found, count))
+    random.Random(seed).shuffle(found)
+    return islice((each for each in found if each.runs_on_one_device()), count)
