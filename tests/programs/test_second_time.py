@@ -1,4 +1,4 @@
-"""What is right once, and wrong the second time elsewhere: on simulated ranks and processes."""
+"""Programs that are right once and wrong the second time elsewhere; on ranks and processes."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -212,7 +212,7 @@ OTHERS: Final = {
     "empty largest": "RuntimeError: reducing over zero-size dimension for reduction operation "
     "without identity",
 }
-"""What the wrong ones end in, and what torch says on one device too."""
+"""Errors of the wrong ones, and one that torch raises on one device too."""
 EXPECTED: Final = [OTHERS.get(name, "equal") for name in (*FAMILIES, *WRONG)]
 
 
