@@ -102,7 +102,7 @@ _GROUPED: Final[Mapping[tuple[int, int], tuple[str, int, int]]] = {
     (3, 2): ("gmk,kn,gn->mn", 1, 1),
     (2, 2): ("mk,kn,gk->gmn", 0, 1),
 }
-"""By dims of operands the equation of a grouped product, and which dim of which has groups."""
+"""Equations of grouped products by dims of operands, and which dim of which one has groups."""
 
 
 def _groups(a: Mapping[str, Any]) -> Sequence[tuple[int, Tensor]]:
@@ -125,7 +125,7 @@ def _grouped_mm(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **_: Any
 
 
 WIDE: Final[Mapping[str, Callable[..., Any]]] = {"_grouped_mm": _grouped_mm}
-"""What computes operators in 64 bits that torch has in fewer alone."""
+"""Functions that compute in 64 bits what torch has in fewer bits alone."""
 
 LOOKUPS: Final[Mapping[str, Lookup]] = {
     "_grouped_mm": _groups,

@@ -74,7 +74,7 @@ class Seen:
 
     @property
     def ties(self) -> "Seen":
-        """What it has met of equal entries, which moves values by no more than their order."""
+        """The conditions on equal entries alone, which move results by no more than their order."""
         return Seen(set(filter(_is_tie, self.true)), set(filter(_is_tie, self.false)))
 
     @property
