@@ -93,10 +93,11 @@ class ShardedResult(DTensor):
 
 def guarded(x: Tree) -> Tree:
     """Makes the sharded DTensors among results `ShardedResult`s."""
-    return map_tensors(_guard, x)
+    return map_tensors(guard, x)
 
 
-def _guard(x: Tensor) -> Tensor:
+def guard(x: Tensor) -> Tensor:
+    """Makes a DTensor with shards a `ShardedResult`."""
     if type(x) is DTensor and any(p.is_shard() for p in x.placements):
         x.__class__ = ShardedResult
     return x

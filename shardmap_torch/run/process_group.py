@@ -18,6 +18,7 @@ from shardmap_torch.core.tree import Tree, unflatten
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.mixing.backend import SharingBackend
 from shardmap_torch.mixing.layouts import automatic_axes
+from shardmap_torch.mixing.results import guard
 from shardmap_torch.mixing.run import entry_specs, run_shared
 from shardmap_torch.ops.asking import ANSWERING
 from shardmap_torch.run.agree import number
@@ -55,6 +56,8 @@ def run(call: Call, batches: bool) -> Tree:
     left = _crossings(mesh, result.match, traced).leave(values, follows)
     if not (follows or crossings.is_alone):
         number(left)
+        # Where autograd goes on, torch's rules would go on, too.
+        left = [guard(x) if x.requires_grad else x for x in left]
     return result.rebuild(left)
 
 

@@ -24,6 +24,7 @@ from shardmap_torch import (
     from_local,
     full,
     parallelize,
+    shard_map,
 )
 from tests.programs.support.everywhere import run_on
 from tests.programs.support.harness import random
@@ -318,3 +319,22 @@ def stays_a_dtensor(mesh: Mesh) -> None:
 
 def test_a_sharded_result_is_copied_and_saved_as_a_dtensor_and_not_compiled(gloo: Gloo) -> None:
     run_on("gloo", stays_a_dtensor, gloo, SHAPE, AXES)
+
+
+def mapped_functions_too(mesh: Mesh) -> None:
+    f = shard_map(torch.sin, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check="global")
+    for name in ("several", "accuracy", "norms", "penalty"):
+        one = random((8, 4), 3).requires_grad_()
+        expected = STEPS[name](one.sin(), NUMBERS, CLASSES, WEIGHT)
+        expected.backward()
+        x, numbers, classes = device_put((one.detach(), NUMBERS, CLASSES), mesh, P("dp"))
+        found = STEPS[name](f(f(x.requires_grad_()).asin()), numbers, classes, WEIGHT)
+        found.backward()
+        assert x.grad is not None
+        assert one.grad is not None
+        torch.testing.assert_close(found, expected, msg=name)
+        torch.testing.assert_close(full(x.grad), one.grad, msg=name)
+
+
+def test_losses_of_a_mapped_functions_result_are_those_of_one_device(gloo: Gloo) -> None:
+    run_on("gloo", mapped_functions_too, gloo, SHAPE, AXES)
