@@ -29,7 +29,7 @@ NOTHING: Final = "", "0"
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is compared, and a repair where it differs."""
+    """A kind of tensors that are compared, with a repair where they differ."""
 
     what: str
     repair: str

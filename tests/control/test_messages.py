@@ -1,4 +1,4 @@
-"""What is said of the first difference between the programs of ranks."""
+"""Messages about the first difference between the programs of ranks."""
 
 import pytest
 

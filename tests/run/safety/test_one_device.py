@@ -1,4 +1,4 @@
-"""What the default check says of functions that are not those of one device."""
+"""Warnings of the default check about functions that are not those of one device."""
 
 import warnings
 from collections.abc import Callable
