@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmap_torch.boundary.cotangents import compare_operand
 from shardmap_torch.collectives.autograd import bind
+from shardmap_torch.core.torch_private.engine import DisableTorchFunctionSubclass
 from shardmap_torch.core.tree import Tree, flatten, map_tensors
 from shardmap_torch.errors import SpecError, TransformError
 from shardmap_torch.mesh import Mesh, as_mesh
@@ -57,7 +58,7 @@ class ShardedResult(DTensor):
         """
         if torch.compiler.is_compiling():
             raise TransformError(_CANNOT_COMPILE)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if getattr(func, "__name__", "") in _AS_THEY_ARE:
                 return guarded(func(*args, **(kwargs or {})))
             leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]

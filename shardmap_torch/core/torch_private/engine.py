@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, _distributed_c10d
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch._C import _are_functorch_transforms_active as are_transforms_active
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id

@@ -24,7 +24,8 @@ class OneDevice:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._asked = name, set[bool]()
+        self._name = name
+        self._asked: set[bool] = set()  # Dynamo cannot call a type of one
 
     def ask(self, call: Call, verify: Callable[[], object]) -> None:
         """Checks a call globally, and warns; on processes the first one does.
