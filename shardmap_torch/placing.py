@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, empty
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmap_torch.boundary.matching import (
@@ -19,6 +18,7 @@ from shardmap_torch.boundary.matching import (
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.hashing import hash_text
+from shardmap_torch.core.storage import SENT, of_parts, parts_of
 from shardmap_torch.core.tree import (
     Mismatch,
     Placed,
@@ -163,19 +163,11 @@ def full(tree: X) -> X:
     return compared("full", None, lambda: shards, describe, gather, copies)
 
 
-_UNSENT: Final = frozenset(
-    {
-        *(torch.int16, torch.uint16, torch.uint32, torch.uint64),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    }
-)
-"""Dtypes of which gloo gathers no shards for DTensors."""
-
-
 def _full(leaf: Any) -> Any:
     if is_dtensor(leaf):
-        is_sent = leaf.dtype not in _UNSENT or any([each.is_partial() for each in leaf.placements])
-        return leaf.full_tensor() if is_sent else _full_by_bytes(leaf)
+        is_sum = any([each.is_partial() for each in leaf.placements])
+        is_sent = leaf.dtype in SENT or leaf.dtype.is_complex  # which torch takes apart itself
+        return leaf.full_tensor() if is_sum or is_sent else _full_by_parts(leaf)
     base = base_of(leaf) if isinstance(leaf, Tensor) else leaf
     if not is_dtensor(base):
         return leaf
@@ -184,17 +176,15 @@ def _full(leaf: Any) -> Any:
     return runtime_of(mesh).gather_shards(mesh, leaf)
 
 
-def _full_by_bytes(leaf: Any) -> Tensor:
-    """Gathers the bytes of the entries, along a trailing dim."""
+def _full_by_parts(leaf: Any) -> Tensor:
+    """Gathers entries that gloo does not send, by their parts."""
     from torch.distributed.tensor import DTensor  # here: it takes a part of a second
 
-    local = leaf.to_local().contiguous().unsqueeze(-1).view(torch.uint8)
-    shape = (*leaf.shape, leaf.dtype.itemsize)
-    stride = torch.empty(shape, device="meta").stride()
-    layout: dict[str, Any] = {"shape": shape, "stride": stride}
-    placed: Any = DTensor.from_local(local, leaf.device_mesh, leaf.placements, **layout)
-    whole: Tensor = placed.full_tensor()
-    return whole.contiguous().view(leaf.dtype).squeeze(-1)
+    parts = parts_of(leaf.to_local())
+    shape = (*leaf.shape, parts.shape[-1])
+    layout: dict[str, Any] = {"shape": shape, "stride": empty(shape, device="meta").stride()}
+    placed: Any = DTensor.from_local(parts, leaf.device_mesh, leaf.placements, **layout)
+    return of_parts(placed.full_tensor(), leaf.dtype)
 
 
 def _described(placed: Iterable[Placed[P | None]]) -> Iterator[str]:

@@ -22,19 +22,11 @@ from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import StuckError
 from shardmap_torch.core.caching import Memo, constant, lazy, memo
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.storage import unviewed
+from shardmap_torch.core.storage import SENT, of_parts, parts_of, unviewed
 from shardmap_torch.core.torch_private.engine import current_graph_task_id, is_profiling
 from shardmap_torch.mesh import Mesh
 
 T = TypeVar("T")
-
-_SENT: Final = frozenset(
-    {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int8, torch.uint8),
-    }
-)
-"""Dtypes that gloo and NCCL send as they are; others go as their parts, see `_parts`."""
 
 _FEW: Final = 2**15
 """Bytes up to which all ranks' values are combined by each rank: one message in place of two."""
@@ -163,7 +155,7 @@ class ProcessGroupBackend(RankBackend):
         begin, line = STARTS.get(move), self.line(c.axes)
         if begin is None or len(line.order) == 1 or isinstance(line.wire, TracedWire):
             return None
-        is_raw = x.dtype in _SENT and not x.is_neg() and x.numel() > 0
+        is_raw = x.dtype in SENT and not x.is_neg() and x.numel() > 0
         if not is_raw or c.sizes is not None or not line.in_order:
             return None
         if move == "sum" and x.dtype not in line.wire.reduces[move]:
@@ -272,32 +264,15 @@ def _eager(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:
     """Does a movement, whose result is no view, as by `unviewed`."""
     if x.is_neg():  # its memory has the other sign
         x = x.resolve_neg()
-    y = move(line, c, x) if x.dtype in _SENT else _of_any_dtype(move, line, c, x)
+    y = move(line, c, x) if x.dtype in SENT else _of_any_dtype(move, line, c, x)
     return y.data if y._is_view() else y
 
 
 def _of_any_dtype(move: OnWire, line: Line, c: Collective, x: Tensor) -> Tensor:
     """Does a movement; where it adds nothing, bits arrive as they were."""
-    if x.dtype in _SENT or c.movement.adds or c.movement.extremum:  # which know all dtypes
+    if x.dtype in SENT or c.movement.adds or c.movement.extremum:  # which know all dtypes
         return move(line, c, x)
-    return _whole(move(line, c, _parts(x)), x.dtype)
-
-
-def _parts(x: Tensor) -> Tensor:
-    """Views entries as their bytes, or as real and imaginary part, along a trailing dim.
-
-    No movement touches that one: dims count from the front.
-    """
-    if x.is_complex():
-        return torch.view_as_real(x.resolve_conj())
-    return x.unsqueeze(-1).view(torch.uint8)
-
-
-def _whole(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Makes entries of their parts."""
-    if dtype.is_complex:
-        return torch.view_as_complex(parts.contiguous())
-    return parts.contiguous().view(dtype).squeeze(-1)
+    return of_parts(move(line, c, parts_of(x)), x.dtype)
 
 
 def _on_wire(move: str) -> OnWire:
@@ -321,7 +296,7 @@ def _reduce(op: str, line: Line, c: Collective, x: Tensor) -> Tensor:
     if x.dtype in line.wire.reduces[op]:
         return line.wire.reduce(x, op)
     if x.is_complex():
-        return _whole(_reduce(op, line, c, _parts(x)), x.dtype)
+        return of_parts(_reduce(op, line, c, parts_of(x)), x.dtype)
     if _are_combined_here(line, x):
         return combined(op, c, _every(line, x))
     num_ranks = len(line.order)
@@ -337,15 +312,15 @@ def _are_combined_here(line: Line, x: Tensor) -> bool:
 
 def _every(line: Line, x: Tensor) -> Tensor:
     """Stacks the values of all ranks."""
-    if x.dtype not in _SENT:
-        return _whole(_every(line, _parts(x)), x.dtype)
+    if x.dtype not in SENT:
+        return of_parts(_every(line, parts_of(x)), x.dtype)
     return line.from_group(line.wire.gather(x))
 
 
 def _swapped(line: Line, rows: Tensor) -> Tensor:
     """Sends row r to rank r, and stacks the rows that arrive."""
-    if rows.dtype not in _SENT:
-        return _whole(_swapped(line, _parts(rows)), rows.dtype)
+    if rows.dtype not in SENT:
+        return of_parts(_swapped(line, parts_of(rows)), rows.dtype)
     return line.from_group(line.wire.exchange(line.to_group(rows)))
 
 
@@ -361,8 +336,8 @@ def _gather(line: Line, c: Collective, x: Tensor) -> Tensor:
 
 def _sum_scatter(line: Line, c: Collective, x: Tensor) -> Tensor:
     if x.is_complex():
-        return _whole(_sum_scatter(line, c, _parts(x)), x.dtype)
-    if x.dtype in _SENT and _is_plain(line, c, x):
+        return of_parts(_sum_scatter(line, c, parts_of(x)), x.dtype)
+    if x.dtype in SENT and _is_plain(line, c, x):
         return line.wire.sum_scatter_along(x, c.dim)
     parts = scatter(x, c.dim, c.tiled, c.sizes, len(line.order))
     if x.dtype in line.wire.reduces["sum"]:

@@ -1,10 +1,10 @@
-"""Tensors' memory: keys of storages, and buffers that a collective may overwrite."""
+"""Tensors' memory: keys of storages, buffers that may be overwritten, and parts of entries."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -121,3 +121,29 @@ def covers_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
             return False
         expected *= size
     return True
+
+
+SENT: Final = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8),
+    }
+)
+"""Dtypes that gloo and NCCL send as they are; others go as their parts."""
+
+
+def parts_of(x: Tensor) -> Tensor:
+    """Views entries as their bytes, or as real and imaginary part, along a trailing dim.
+
+    No movement touches that one: dims count from the front.
+    """
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x.unsqueeze(-1).view(torch.uint8)
+
+
+def of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Makes entries of their parts."""
+    if dtype.is_complex:
+        return torch.view_as_complex(parts.contiguous())
+    return parts.contiguous().view(dtype).squeeze(-1)
