@@ -118,10 +118,7 @@ def _attend(
     operands = [functorch._unwrap_batched(x, level) for x in args if isinstance(x, Tensor)]
     options = args[len(operands) :]  # numbers come last
     masks = [] if attn_mask is None else [functorch._unwrap_batched(attn_mask, level)]
-    count = next((x.shape[dim] for x, dim in (*operands, *masks) if dim is not None), None)
-    if count is None:  # what varies is batched at levels further out
-        with under_vmap():
-            return op(*args, attn_mask=attn_mask, **kwargs)
+    count = next(x.shape[dim] for x, dim in (*operands, *masks) if dim is not None)
     with under_vmap():
         own = [_folded(x, dim, count) for x, dim in operands]
         shared = [_folded_mask(x, dim, count, len(own[0]) // count) for x, dim in masks]

@@ -180,9 +180,8 @@ def convert_results(request: Request, made: "Interpretation", result: Result) ->
             _propose(made, error, result, [position])
             raise
     report_values(interpreter.observer, result)
-    interpreter.observer = (
-        interpreter.observer.aside
-    )  # conversions of the boundary keep the meaning
+    # Conversions of the boundary keep the meaning.
+    interpreter.observer = interpreter.observer.aside
     for (position, axis), exit_ in exits.items():
         casts = [Collective(name, src, dst, (axis,)) for name, src, dst in exit_.casts]
         result.leaves[position] = apply(backend, casts, result.leaves[position])
