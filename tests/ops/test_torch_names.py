@@ -491,6 +491,10 @@ COMPILED: Final[dict[str, Callable[[Tensor, Any], Any]]] = {
     "broadcast": lambda x, group: functional.broadcast(x * 1, 1, group),
     "a mean": lambda x, group: functional.all_reduce(x * 1, "avg", group),
     "a maximum": lambda x, group: functional.all_reduce(x * 1, "max", group),
+    "a differentiable broadcast": lambda x, group: differentiable.broadcast(x * 1, 1, group),
+    "a differentiable maximum": lambda x, group: differentiable.all_reduce(
+        x * 1, dist.ReduceOp.MAX, group
+    ),
 }
 """Calls whose derivative torch lacks, or has otherwise."""
 

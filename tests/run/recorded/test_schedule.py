@@ -31,6 +31,7 @@ from shardmap_torch import (
     shard_map,
     value_and_grad,
 )
+from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.recorder import Sending
 from shardmap_torch.optim import sync_gradients
 from shardmap_torch.run.recorded import recordings, schedule
@@ -124,6 +125,27 @@ def sums_leave_early(mesh: Mesh) -> None:
 
 def test_sums_of_gradients_leave_while_the_backward_runs(gloo: Gloo) -> None:
     run_on("gloo", sums_leave_early, gloo, names=("dp",))
+
+
+def halves_are_on_their_way(mesh: Mesh) -> None:
+    """Two ranks gather addends in half precision, and add them once they are there."""
+    begun: list[torch.dtype] = []
+    start: Any = ProcessGroupBackend._start
+
+    def counted(self: Any, move: str, collective: Any, x: Tensor) -> Any:
+        found = start(self, move, collective, x)
+        if found is not None and move == "sum":
+            begun.append(x.dtype)
+        return found
+
+    args = [w.bfloat16() for w in weights()], random((8, 6), 9).bfloat16()
+    with mock.patch.object(ProcessGroupBackend, "_start", counted):
+        compare(data_parallel, mesh, args, in_specs=(P(), P("dp")), out_specs=P())
+    assert begun.count(torch.bfloat16) >= LAYERS - 1
+
+
+def test_sums_of_halves_are_on_their_way_too_and_have_the_same_bits(gloo: Gloo) -> None:
+    run_on("gloo", halves_are_on_their_way, gloo, names=("dp",))
 
 
 def microbatches_alternate(mesh: Mesh) -> None:

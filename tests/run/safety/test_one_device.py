@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from shardmap_torch import (
     I,
+    Mesh,
     OneDeviceWarning,
     P,
     ShapeDtype,
@@ -27,7 +28,9 @@ from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.optim import sync_gradients
 from shardmap_torch.run import checked
+from tests.programs.support.everywhere import run_on
 from tests.support.golden import hold
+from tests.support.pool import Gloo
 
 MESH = make_mesh((2,), ("dp",), kind="simulated")
 SPECS: Any = {"mesh": MESH, "in_specs": (P(), P("dp"), P("dp")), "out_specs": P()}
@@ -80,6 +83,21 @@ def test_a_training_mistake_is_told_of_once_in_one_line(name: str) -> None:
     assert "\n" not in told
     hold("one_device.txt", name, told)
     assert warned(lambda: step(W, torch.cat([X, X]), torch.cat([Y, Y]))) == []
+
+
+def asked_by_the_first(mesh: Mesh) -> None:
+    """Of processes the first one warns, and all of them compute what simulated ranks do."""
+    expected = shard_map(MISTAKES["means summed"], check=True, **SPECS)(W, X, Y)
+    step = shard_map(MISTAKES["means summed"], **SPECS | {"mesh": mesh})
+    found = list[Tensor]()
+    told = warned(lambda: found.extend(step(W, X, Y) for _ in range(2)))
+    assert len(told) == (mesh.rank == 0)
+    for each in found:
+        torch.testing.assert_close(each, expected)
+
+
+def test_of_processes_the_first_one_tells_and_the_others_wait_for_it(gloo: Gloo) -> None:
+    run_on("gloo", asked_by_the_first, gloo, names=("dp",))
 
 
 @pytest.mark.parametrize("check", [True, "local", {"dp": "local"}])
