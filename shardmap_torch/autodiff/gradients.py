@@ -10,7 +10,7 @@ nested transforms, inputs that are differentiated from outside) goes through `to
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import optree
 import torch
@@ -28,6 +28,34 @@ from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import can_receive_gradient, is_smooth
 from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import TransformError, listing, show_shape
+
+A = ParamSpec("A")
+X = TypeVar("X")
+Y = TypeVar("Y")
+Aux = TypeVar("Aux")
+
+
+@overload
+def grad(
+    f: Callable[Concatenate[X, A], Tensor],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+) -> Callable[..., X]: ...
+
+
+@overload
+def grad(
+    f: Callable[Concatenate[X, A], tuple[Tensor, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+) -> Callable[..., tuple[X, Aux]]: ...
+
+
+@overload
+def grad(
+    f: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool = False
+) -> Callable[..., Any]: ...
 
 
 def grad(
@@ -66,6 +94,18 @@ def grad(
         return (gradients, value[1]) if has_aux else gradients
 
     return gradient
+
+
+@overload
+def value_and_grad(
+    f: Callable[Concatenate[X, A], Y], argnums: Literal[0] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Y, X]]: ...
+
+
+@overload
+def value_and_grad(
+    f: Callable[..., Y], argnums: int | Sequence[int], has_aux: bool = False
+) -> Callable[..., tuple[Y, Any]]: ...
 
 
 def value_and_grad(

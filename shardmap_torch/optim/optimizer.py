@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, final: float = 0.
     return rate
 
 
+X = TypeVar("X")
+
 State: TypeAlias = Any
 """A dict with "step", and for each moment a tree like the parameters."""
 
@@ -96,8 +98,8 @@ class Optimizer(ABC):
 
     @abstractmethod
     def update(
-        self, params: Tree, grads: Tree, state: dict[str, Any], *, in_place: bool = False
-    ) -> tuple[Tree, State]:
+        self, params: X, grads: Tree, state: dict[str, Any], *, in_place: bool = False
+    ) -> tuple[X, State]:
         """Returns the parameters and the state after one step.
 
         With `in_place` these are written into the memory of `params` and of the moments.
@@ -159,8 +161,8 @@ class Elementwise(Optimizer):
         return {"step": P(), **dict.fromkeys(self.moment_names, params)}
 
     def update(
-        self, params: Tree, grads: Tree, state: dict[str, Any], *, in_place: bool = False
-    ) -> tuple[Tree, State]:
+        self, params: X, grads: Tree, state: dict[str, Any], *, in_place: bool = False
+    ) -> tuple[X, State]:
         """Returns parameters and state after one step.
 
         Shapes, dtypes and types are kept. Nothing is communicated. `grads` must be complete, as

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ from shardmap_torch.optim.norm import clip_by_global_norm
 from shardmap_torch.optim.optimizer import Elementwise, Optimizer, State
 from shardmap_torch.optim.sync import reshard_params, sync_gradients
 from shardmap_torch.spec import P, sharded_by
+
+X = TypeVar("X")
 
 
 def shard_over(params: Tree, specs: Tree, axis: Axis, mesh: Mesh) -> Tree:
@@ -171,10 +173,14 @@ class _Zero(Optimizer):
         return self.optimizer.specs(self.shards)
 
     def update(
-        self, params: Tree, grads: Tree, state: dict[str, Any], *, in_place: bool = False
-    ) -> tuple[Tree, State]:
+        self, params: X, grads: Tree, state: dict[str, Any], *, in_place: bool = False
+    ) -> tuple[X, State]:
         if in_place:  # parameters are gathered anew
             raise OptimizerError("zero(...).update has no in_place=: it gathers new parameters.")
+        new, state = self._updated(params, grads, state)
+        return new, state
+
+    def _updated(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
         (own, into), structure = self._known_specs, None
         # Trees of those who take them flat, and write into none of them, stay so from here on.
         if isinstance(self.optimizer, Elementwise):

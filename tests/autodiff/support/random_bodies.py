@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import add, mul
 from random import Random
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -159,7 +159,7 @@ def _by_value_and_grad(loss: Loss, leaves: Leaves) -> Leaves:
 
 
 def _with_aux(loss: Loss, leaves: Leaves) -> Leaves:
-    def both(leaves: Leaves) -> tuple[Tensor, dict[str, object]]:
+    def both(leaves: Leaves) -> tuple[Tensor, dict[str, Any]]:
         value = loss(leaves)
         return value, {"twice": value * 2, "number": 3, "sine": leaves[0].sin()}
 
