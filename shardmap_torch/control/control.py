@@ -233,7 +233,31 @@ class Control:
         """
         if self._pending is None:
             return
-        (comparison, told), self._pending = self._pending, None
+        _, told = self._pending
+        are_equal = self._completed()
+        if not all(are_equal):
+            self._differ(told, is_clean=are_equal[-1])
+
+    def is_common(self, number: int) -> bool:
+        """Returns whether all ranks give the same number; all must ask after the same calls.
+
+        Raises:
+            CollectiveMismatchError: they do not.
+            CommunicationError: a rank is gone, or did not come in time.
+        """
+        self.resolve()
+        _, moves = self._history.extend(0)
+        told: _Told = ("", ())
+        self._begin((number, moves), (number, moves), told)
+        is_common, *are_equal = self._completed()
+        if not all(are_equal):
+            self._differ(told, is_clean=False)
+        return is_common
+
+    def _completed(self) -> Sequence[bool]:
+        """Waits for the pending comparison; returns whether each of its numbers is equal."""
+        assert self._pending is not None
+        (comparison, _), self._pending = self._pending, None
         self.progress.rank_group, doing = self._everyone, self.progress.doing
         try:
             self.waiting.wait(comparison)
@@ -241,8 +265,7 @@ class Control:
             if is_of_handler(error):
                 raise
             self.fail(f"the check of {doing}", error)
-        if comparison.differs and not all(are_equal := comparison.are_equal()):
-            self._differ(told, is_clean=are_equal[-1])
+        return comparison.are_equal() if comparison.differs else (True,)
 
     # The collectives of this rank.
 

@@ -21,6 +21,7 @@ from shardmap_torch.errors import SpecError, listing, show
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.ops.body import axis_size, types_of
 from shardmap_torch.parallel.caches import spec_of_cached
+from shardmap_torch.parallel.equal_rows import warn_of_equal_rows
 from shardmap_torch.parallel.plan import Plan
 from shardmap_torch.parallel.styles import normalized, spec_of
 from shardmap_torch.placing import from_local
@@ -52,9 +53,12 @@ class UnknownError(Exception):
 class Inputs:
     """Specs and casts of the inputs of a parallelized module."""
 
-    def __init__(self, mesh: Mesh, plan: Plan, in_specs: Tree, names: Sequence[str]) -> None:
+    def __init__(
+        self, module: str, mesh: Mesh, plan: Plan, in_specs: Tree, names: Sequence[str]
+    ) -> None:
         """Keeps `in_specs` as for `shard_map`, or None for the root style's layouts."""
         self._mesh, self._axis, self._names = mesh, plan.axis, names
+        self._module, self._is_compared = module, False
         self._in_specs, self._data = in_specs, plan.data
         root = plan.root
         changes = (root.inputs or ()) if root else ()
@@ -85,6 +89,7 @@ class Inputs:
         if self._mesh.kind not in PROCESS_KINDS or self._in_specs is not None:
             return tree
         leaves, structure = flatten(tree)
+        self._compare(tree, specs)
         entered = [
             from_local(leaf, self._mesh, spec)
             if isinstance(spec, P) and spec.named and not isinstance(leaf, DTensor)
@@ -92,6 +97,24 @@ class Inputs:
             for leaf, spec in zip(leaves, _spec_leaves(specs, tree), strict=True)
         ]
         return unflatten(structure, entered)
+
+    def _compare(self, tree: Tree, specs: Tree) -> None:
+        """Has the ranks compare the rows that they have in the first call."""
+        axes = tuple([axis for axis in self._data.axes if self._mesh.shape[axis] > 1])
+        if not axes or self._is_compared:
+            return
+        self._is_compared = True
+        (args, named, *_), (arg_specs, named_specs, *_) = tree, specs
+        given = [(self._path(i), *pair) for i, pair in enumerate(zip(args, arg_specs, strict=True))]
+        given += [(name, x, named_specs[name]) for name, x in named.items()]
+        rows = {
+            leaf.path: leaf.value
+            for path, x, spec in given
+            for leaf in broadcast_prefix(spec, x, path, _is_spec)
+            if not isinstance(leaf, Mismatch) and isinstance(leaf.spec, P)
+            if {*axes} <= leaf.spec.named and not isinstance(leaf.value, DTensor)
+        }
+        warn_of_equal_rows(self._module, self._mesh, axes, rows)
 
     def _path(self, position: int) -> str:
         return self._names[position] if position < len(self._names) else f"input {position}"

@@ -229,7 +229,8 @@ class _ParallelCall:
     ) -> None:
         self._module, self._mesh, self._plan, self._check = module, mesh, plan, check
         self._remake = remake
-        self._inputs = Inputs(mesh, plan, in_specs, input_names(module.forward))
+        names = input_names(module.forward)
+        self._inputs = Inputs(type(module).__name__, mesh, plan, in_specs, names)
         self._outputs = Outputs(mesh, plan, out_specs, is_carried)
         self.__signature__ = inspect.signature(module.forward)
         self._original = vars(module).get("forward")
