@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dis import opmap
-from functools import partial
+from functools import cached_property, partial
 from types import MethodType, TracebackType
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -31,7 +31,7 @@ from shardmap_torch.parallel.forwards import Shared, style_forward
 from shardmap_torch.parallel.losses import BatchLosses
 from shardmap_torch.parallel.plan import Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
-from shardmap_torch.parallel.recomputed import untracked, within_body
+from shardmap_torch.parallel.recomputed import is_within_body, untracked, within_body
 from shardmap_torch.parallel.units import Units
 from shardmap_torch.parallel.words import Split, pack, placements_of_split
 from shardmap_torch.placing import compared
@@ -150,10 +150,16 @@ def parallelize(
     describe = partial(_described, module, src_data_rank)
     resolved = compared("parallelize", on, remake, describe, place)
     _install_recorders(module)
-    call = _ParallelCall(module, on, resolved, in_specs, out_specs, check, remake, plan is None)
+    call = _ParallelCall(module, on, check, remake, in_specs, out_specs, plan is None)
+    call.plan = resolved
+    for path, below in module.named_modules():
+        if (
+            path
+            and type(below).forward is not nn.Module.forward
+            and any(True for _ in below.parameters())
+        ):
+            vars(below)["forward"] = _ParallelCall(below, on, check, partial(call.plan_below, path))
     vars(module)["forward"], vars(module)[_MAPPED] = call, call.use
-    if on.kind in PROCESS_KINDS and not data.axes:
-        _give_encoder(module, on, resolved, check)
     return module
 
 
@@ -200,48 +206,57 @@ def _install_recorders(module: nn.Module) -> None:
         hooks.update(before)
 
 
-def _give_encoder(module: nn.Module, mesh: Mesh, plan: Plan, check: Check) -> None:
-    """Makes the encoder of a model a program too, as `generate` of transformers calls it alone."""
-    config, get = getattr(module, "config", None), getattr(module, "get_encoder", None)
-    if get is None or not getattr(config, "is_encoder_decoder", False):
-        return
-    encoder: nn.Module = get()
-    path = next(path for path, each in module.named_modules() if each is encoder)
-    names = {id(value): name for name, value in module.named_parameters()}
-    own = {name: names[id(value)] for name, value in encoder.named_parameters()}
-    call = _ParallelCall(encoder, mesh, plan.below(path, own), None, None, check)
-    vars(encoder)["forward"] = call
-
-
 class _ParallelCall:
-    """The forward of a parallelized module."""
+    """The forward of a parallelized module, or of one below it that is called from outside.
+
+    So does `generate` with the encoder, peft with the model within, a user with an embedding.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         mesh: Mesh,
-        plan: Plan,
-        in_specs: Tree,
-        out_specs: Tree,
         check: Check,
-        remake: Callable[[], Plan] | None = None,
+        remake: Callable[[], Plan],
+        in_specs: Tree = None,
+        out_specs: Tree = None,
         is_carried: bool = True,
     ) -> None:
-        self._module, self._mesh, self._plan, self._check = module, mesh, plan, check
-        self._remake = remake
-        names = input_names(module.forward)
-        self._inputs = Inputs(type(module).__name__, mesh, plan, in_specs, names)
-        self._outputs = Outputs(mesh, plan, out_specs, is_carried)
-        self.__signature__ = inspect.signature(module.forward)
+        self._module, self._mesh, self._check, self._remake = module, mesh, check, remake
+        self._specs, self._is_carried = (in_specs, out_specs), is_carried
         self._original = vars(module).get("forward")
         self._mapped: dict[Any, Callable[..., Any]] = {}
         self._cached: dict[str, P] = {}
 
+    @cached_property
+    def plan(self) -> Plan:
+        """The resolved plan."""
+        return self._remake()
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        name, names = type(self._module).__name__, input_names(self._own)
+        return Inputs(name, self._mesh, self.plan, self._specs[0], names)
+
+    @cached_property
+    def _outputs(self) -> Outputs:
+        return Outputs(self._mesh, self.plan, self._specs[1], self._is_carried)
+
+    @property
+    def _own(self) -> Callable[..., Any]:
+        return self._original or MethodType(type(self._module).forward, self._module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._own)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _MAPPED not in vars(self._module) and is_within_body():  # refused below
+            return self._own(*args, **kwargs)
         caches: list[Any] = []
         args, kwargs = take_out((args, kwargs), caches)
         if caches:
-            _reject_caches(self._mesh, self._plan.data)
+            _reject_caches(self._mesh, self.plan.data)
         try:
             with _WITHOUT_FAST_PATH(), untracked():
                 found = self._with_specs(_call, args, kwargs, caches)
@@ -255,15 +270,23 @@ class _ParallelCall:
         self, rebind: Callable[[Any], Any], counterpart: Callable[[Any], Any]
     ) -> Callable[..., Any]:
         """Returns the forward that the module had, of a copy of it."""
-        if self._original is not None:
-            forward: Callable[..., Any] = rebind(self._original)
-            return forward
-        return MethodType(type(self._module).forward, counterpart(self._module))
+        forward: Callable[..., Any] = rebind(self._own)
+        return forward
 
-    @property
-    def plan(self) -> Plan:
-        """The resolved plan."""
-        return self._plan
+    def plan_below(self, path: str) -> Plan:
+        """Returns the plan of the module at a path, for a call of it alone."""
+        names = {id(value): name for name, value in self._renewed().items()}
+        below = self._module.get_submodule(path)
+        own = {name: names[id(value)] for name, value in below.named_parameters()}
+        return self.plan.below(path, own)
+
+    def _renewed(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters by name; the plan is made anew if some have been tied since."""
+        named = dict(self._module.named_parameters())
+        if named.keys() != self.plan.splits.keys():
+            self.plan = self._remake()
+            self._mapped.clear()
+        return named
 
     @property
     def mesh(self) -> Mesh:
@@ -296,13 +319,13 @@ class _ParallelCall:
         try:
             return self._use(use, specs, (args, kwargs, frames, tuple(tensors.values())))
         except (RuntimeError, ValueError) as error:
-            if not _is_torchs(error) or self._mesh.shape.get(self._plan.axis, 1) == 1:
+            if not _is_torchs(error) or self._mesh.shape.get(self.plan.axis, 1) == 1:
                 raise
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> SpecError:
         """Explains torch's error about shapes of shards to users who wrote global ones."""
-        axis, site = self._plan.axis, error_site(error)
+        axis, site = self.plan.axis, error_site(error)
         return SpecError(
             f"{type(self._module).__name__}: the forward fails on the shards that one of the "
             f"{self._mesh.shape[axis]} ranks of {axis!r} has: {error}\n"
@@ -316,12 +339,9 @@ class _ParallelCall:
         specs: tuple[Tree, ...],
         inputs: tuple[Tree, ...],
     ) -> Any:
-        named = dict(self._module.named_parameters())
-        if self._remake is not None and named.keys() != self._plan.splits.keys():
-            self._plan = self._remake()  # parameters have been tied since it was made
-            self._mapped.clear()
+        named = self._renewed()
         parameters = {
-            name: pack(value, self._plan.packed.get(name), self._mesh, self._plan.specs[name])
+            name: pack(value, self.plan.packed.get(name), self._mesh, self.plan.specs[name])
             for name, value in named.items()
         }
         buffers = dict(self._module.named_buffers())
@@ -341,12 +361,12 @@ class _ParallelCall:
     def _map(self, key: Any, specs: tuple[Tree, ...], known: Known) -> Callable[..., Any]:
         _reject_units(self._module)
         # A partial, not a method: the checker looks through it at the module and its code.
-        body = partial(_body, self._module, self._plan, self._outputs, known)
+        body = partial(_body, self._module, self.plan, self._outputs, known)
         body.__name__ = type(self._module).__name__  # type: ignore[attr-defined]
         mapped = self._mapped[key] = shard_map(
             body,
             mesh=self._mesh,
-            in_specs=(dict(self._plan.specs), P(), *specs),
+            in_specs=(dict(self.plan.specs), P(), *specs),
             out_specs=self._outputs.specs(known),
             check=self._check,
         )

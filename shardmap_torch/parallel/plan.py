@@ -1,10 +1,10 @@
 """Plan: the style of each module below a root, and how each parameter is sharded."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -71,13 +71,18 @@ class Plan:
             path: of the module.
             names: of its parameters in the root, by their names in it.
         """
-        start = path + "."
-        return Plan(
-            self.axis,
-            {key[len(start) :]: each for key, each in self.styles.items() if key.startswith(start)},
-            {name: self.splits[names[name]] for name in names},
-            {key[len(start) :]: each for key, each in self.words.items() if key.startswith(start)},
-            {name: self.specs[names[name]] for name in names},
+        own = {name: local for local, name in names.items()}
+        return replace(
+            self,
+            styles=_below(path, self.styles),
+            splits={local: self.splits[name] for local, name in names.items()},
+            words=_below(path, self.words),
+            specs={local: self.specs[name] for local, name in names.items()},
+            units={
+                unit: {local: own[name] for local, name in each.items()}
+                for unit, each in _below(path, self.units).items()
+                if unit
+            },
         )
 
     @property
@@ -98,6 +103,15 @@ class Plan:
             for style in below
         )
         return any(isinstance(style, ColwiseParallel) for style in below) and not replicated
+
+
+X = TypeVar("X")
+
+
+def _below(path: str, entries: Mapping[str, X]) -> dict[str, X]:
+    """Returns the entries of a module and of those below it, by their paths in it."""
+    start = path + "."
+    return {key[len(start) :]: each for key, each in entries.items() if f"{key}.".startswith(start)}
 
 
 def make_plan(
@@ -346,7 +360,7 @@ def _splits(module: nn.Module, entries: _Entries, axis: str) -> dict[str, Split 
     splits: dict[str, Split | None] = dict(entries.parameters)
     owners: dict[str, str] = {}
     problems: dict[str, None] = {}
-    modules = dict(module.named_modules(remove_duplicate=False))
+    modules = dict(module.named_modules())
     for path in sorted(modules, key=lambda path: path not in entries.styles):  # styles first
         target = modules[path]
         own = _own_splits(entries.styles.get(path), target)

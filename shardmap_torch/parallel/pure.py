@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_
+from types import MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -112,6 +113,8 @@ class BoundModule:
         }
         for name in vars(module).keys() - _OWN | {hooks for hooks in _HOOKS if state[hooks]}:
             state[name] = self._rebind(state[name])
+        if state.get("forward") == MethodType(type(copy).forward, copy):
+            del state["forward"]  # a cycle would keep the tensors
         path = self._modules[id(module)]
         self._adapt(path, copy)
         self._written += [(path, each, dict(each)) for each in (state, copy._buffers)]

@@ -38,8 +38,13 @@ def within_body() -> Iterator[None]:
         _BODIES.depth = before
 
 
+def is_within_body() -> bool:
+    """Returns whether a body of a parallelized module runs on this thread."""
+    return getattr(_BODIES, "depth", 0) > 0
+
+
 def _dispatch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not getattr(_BODIES, "depth", 0):
+    if not is_within_body():
         return _by_torch()(function, *args, **kwargs)
     if kwargs.pop("context_fn", torch_checkpoint.noop_context_fn) is not (
         torch_checkpoint.noop_context_fn

@@ -1,5 +1,6 @@
 """Parallelized modules in torch's other tools: FSDP2, checkpoints, counters of collectives."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from shardmap_torch import (
     ColwiseParallel,
+    Mesh,
     RowwiseParallel,
     ShardMapError,
+    ShardTypeError,
     make_mesh,
     parallel,
     parallelize,
@@ -217,3 +220,65 @@ def test_a_counter_of_collectives_sees_none_on_simulated_ranks() -> None:
     with CommDebugMode() as counter:
         mlp(x).sum().backward()
     assert counter.get_total_counts() == 0
+
+
+class Wrapped(nn.Module):
+    """A wrapper that others than its forward ask for what is in it, as peft's `generate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = models.Llama()
+        self.words = self.model.tok_embeddings  # one module, two names
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens)
+        return logits
+
+    def parts(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Calls the model, and an embedding, a norm and a head alone."""
+        rows = self.model.tok_embeddings(tokens)
+        norm = self.model.norm(rows)
+        found = {"model": self.model(tokens), "rows": rows, "norm": norm}
+        return found | {"head": self.model.output(norm)}
+
+
+TOKENS = torch.tensor([[0, 7, 11, 3], [5, 5, 6, 1]])
+
+
+def parts_alike(mesh: Mesh, **options: Any) -> None:
+    torch.manual_seed(0)
+    own = Wrapped()
+    plan = {f"model.{name}": style for name, style in llama_plan(parallel).items()}
+    ours = parallelize(copy.deepcopy(own), mesh, plan, axis="tp", **options)
+    found, expected = ours.parts(TOKENS), own.parts(TOKENS)
+    for name, value in found.items():
+        torch.testing.assert_close(global_value(value), expected[name].detach(), msg=name)
+    for parts in (found, expected):
+        torch.stack([each.square().mean() for each in parts.values()]).sum().backward()
+    for name, value in own.named_parameters():
+        assert value.grad is not None
+        torch.testing.assert_close(_grad(ours.get_parameter(name)), value.grad, msg=name)
+
+
+@pytest.mark.parametrize("options", [{}, {"dp": "dp"}, {"fsdp": "dp"}])
+def test_modules_below_are_programs_where_they_are_called_from_outside(options: Any) -> None:
+    parts_alike(make_mesh((2, 2), ("dp", "tp"), kind="simulated"), **options)
+
+
+def parts_on_processes() -> None:
+    parts_alike(worker_mesh((2,), ("tp",)))
+
+
+def test_on_processes_too(gloo: Gloo) -> None:
+    gloo(2).run(parts_on_processes)
+
+
+def test_a_wrong_plan_is_refused_where_only_a_part_is_called() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    ours = parallelize(Wrapped(), mesh, {"model.output": "rowwise"})
+    with pytest.raises(ShardTypeError) as caught:
+        ours.parts(TOKENS)
+    assert str(caught.value) == (
+        "the input of 'output': the plan says Shard(dim=2), but over 'tp' the value is equal on "
+        "all ranks.\nFix: say Replicate() there, or change the layout of what computes it."
+    )
