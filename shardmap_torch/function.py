@@ -2,41 +2,42 @@
 
 Backward runs after the body has ended, or on another thread, where no mesh is current. A `Function`
 records in forward the scope (mesh and axes) that it runs under, and enters it again for backward.
-In a batched body the axes are vmap levels, which are closed by then: there the markers of the axes
-are operands, and torch's generated vmap rule opens levels for them again.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
-from shardmap_torch.backends.vmap import BatchedBackend, markers_of, rebound
+from shardmap_torch.backends.vmap import BatchedBackend
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
-from shardmap_torch.core.torch_private.engine import CtxWithSavedTensors, are_transforms_active
+from shardmap_torch.core.torch_private.engine import are_transforms_active
 from shardmap_torch.errors import TransformError
-from shardmap_torch.mesh import Mesh
 
 _BACKWARD: Final = ("backward", "vjp", "jvp")
+
+_BATCHED: Final = (
+    "{}: a Function cannot run in a batched body, after which it is not known whether a cotangent "
+    "is that of each rank or already the sum of theirs. Use make_mesh(..., "
+    'simulate="auto"), which runs such bodies as ranks, or "ranks".'
+)
 
 
 class Function(torch.autograd.Function):
     """A `torch.autograd.Function` whose backward runs on the mesh of the body that called it.
 
     Write it as one of torch's: `forward` and `backward`, with `setup_context` where functorch
-    transforms or a simulated mesh of strategy "vmap" run it. Collectives may be called in all of
-    them. It works on every mesh, also when backward runs after the body has ended or on another
-    thread. In a batched body (strategy "vmap") its vmap rule is generated, an own `vmap` is not
-    used. Outside of any body it is a plain Function.
+    transforms run it. Collectives may be called in all of them. It works on every mesh, also when
+    backward runs after the body has ended or on another thread. Outside of any body it is a plain
+    Function.
 
-    On a simulated mesh of strategy "auto" a body that calls it runs as ranks. A batched one cannot
-    always differentiate it from outside: there autograd adds the cotangents of an equal value by
-    itself, and a collective in backward that would add them again is an error.
+    On a simulated mesh of strategy "auto" a body that calls it runs as ranks. One batched program
+    cannot differentiate it: there autograd adds the cotangents of an equal value by itself, which a
+    collective in backward may add again.
 
     The cotangent that backward returns must have the type that belongs to the input's: invariant
     for an invariant input, partial for a replicate one. One that it makes up, such as that of an
@@ -46,8 +47,7 @@ class Function(torch.autograd.Function):
     Shape, types, bytes: those of its methods.
 
     Raises:
-        TransformError: in a batched body, if it has no `setup_context`; in backward after that
-            body, if a collective meets a cotangent that is equal on all ranks.
+        TransformError: in a batched body, on a simulated mesh of strategy "vmap".
 
     Source: `torch.autograd.Function`; `jax.custom_vjp`.
 
@@ -91,26 +91,18 @@ class Function(torch.autograd.Function):
         """Calls the function, as `torch.autograd.Function.apply` does.
 
         Raises:
-            TransformError: without `forward`; without `setup_context`, in a batched body.
+            TransformError: without `forward`; in a batched body.
         """
         if method_of(cls, "forward") is method_of(torch.autograd.Function, "forward"):
             raise TransformError(f"{cls.__name__} has no forward: write one in a class of its own.")
         scope = current_scope()
         if scope is None or _LEVELS.is_second_apply(cls):
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if isinstance(scope.backend, BatchedBackend):
+            raise TransformError(_BATCHED.format(cls.__name__))
         scope.backend.needs_ranks()
-        scope = scope.fork(("Function", cls.__name__))
-        markers = markers_of(scope)
-        if not markers:
-            with enter_scope(scope), _LEVELS.applying(cls):
-                return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if not _has_setup(cls):
-            raise TransformError(
-                f"{cls.__name__} needs setup_context to run in a batched body: write "
-                "forward(*args) and setup_context(ctx, inputs, output) in place of "
-                'forward(ctx, *args), or use make_mesh(..., simulate="ranks").'
-            )
-        return _apply(cls, scope, *markers, *args)
+        with enter_scope(scope.fork(("Function", cls.__name__))), _LEVELS.applying(cls):
+            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def method_of(cls: type, name: str) -> Any:
@@ -200,122 +192,3 @@ def _entering(method: Callable[..., Any]) -> Callable[..., Any]:
 def _seeing(scope: Scope) -> AbstractContextManager[object]:
     """Has a check see the functions of torch that a backward calls, as those that take a part."""
     return scope.backend.seeing() if is_checker(scope.backend) else nullcontext()
-
-
-class _Batched(torch.autograd.Function):
-    """A `Function` in a batched body: the operands are its class, the scope, markers, arguments."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(function: Any, scope: Scope, *operands: Any) -> Any:
-        num_markers = len(markers_of(scope))
-        with enter_scope(rebound(scope, operands[:num_markers])):
-            return function.forward(*operands[num_markers:])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        function, scope, *operands = inputs
-        num_markers = len(markers_of(scope))
-        markers, args = operands[:num_markers], operands[num_markers:]
-        ctx.shardmap_function, ctx.shardmap_first = function, scope
-        ctx.save_for_backward(*markers)
-        ctx.save_for_forward(*markers)
-        with enter_scope(rebound(scope, markers)):
-            function.setup_context(_Context(ctx, scope, markers), tuple(args), output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        own = _reopened(ctx)
-        function = ctx.shardmap_function
-        other = function.vjp is not torch.autograd.Function.vjp  # torch's second name for backward
-        gradients = (function.vjp if other else function.backward)(own, *grads)
-        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-        return (*[None] * own.num_before, *gradients)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        scope = ctx.shardmap_first
-        own = _Context(ctx, scope, ctx.saved_tensors[: len(markers_of(scope))])
-        return ctx.shardmap_function.jvp(own, *tangents[own.num_before :])
-
-
-_apply: Callable[..., Any] = _Batched.apply
-
-
-def _reopened(ctx: Any) -> "_Context":
-    scope = ctx.shardmap_first
-    markers = ctx.saved_tensors[: len(markers_of(scope))]
-    own = _Context(ctx, scope, markers)
-    # The type of the context under torch's generated rule, which opens the levels again.
-    if isinstance(ctx, CtxWithSavedTensors):
-        backend = _AfterBody(scope.backend.mesh, scope.backend.axis_markers, markers)
-        backend.function = ctx.shardmap_function.__name__
-        bound = Scope(backend, scope.axes, scope.monitor, reruns=scope.reruns)
-        object.__setattr__(own, "shardmap_scope", bound)
-    return own
-
-
-class _AfterBody(BatchedBackend):
-    """Runs the collectives of a backward from outside of a batched body, which has ended.
-
-    A cotangent that is equal on all ranks may be that of each rank, or already the sum of theirs:
-    autograd adds those of a value that was not batched. Moves that depend on which are refused.
-    """
-
-    def __init__(self, mesh: Mesh, names: Iterable[str], markers: Sequence[Tensor]) -> None:
-        super().__init__(mesh, dict(zip(names, markers, strict=True)))
-        self.function = ""
-
-    def resolve(
-        self, operation: Any, x: Tensor, x_dim: int | None, markers: Sequence[Tensor], level: int
-    ) -> tuple[Tensor, int | None]:
-        collective = getattr(operation, "operation", operation)
-        if x_dim is None and not (collective.movement.shares or collective.movement.extremum):
-            axis = operation.axes[level]
-            raise TransformError(
-                f"{collective} in the backward of {self.function} meets a value that is equal on "
-                f"all ranks of {axis!r}. After a batched body it is not known whether that is "
-                "the cotangent of each rank or already their sum. Use make_mesh(..., "
-                'simulate="ranks"), which "auto" chooses here.'
-            )
-        return super().resolve(operation, x, x_dim, markers, level)
-
-
-class _Context:
-    """The ctx that the methods of a `Function` see in a batched body: without the markers."""
-
-    _ctx: Any
-    _markers: tuple[Tensor, ...]
-    shardmap_scope: Scope | None
-
-    def __init__(self, ctx: Any, scope: Scope, markers: Sequence[Tensor]) -> None:
-        object.__setattr__(self, "_ctx", ctx)
-        object.__setattr__(self, "_markers", tuple(markers))
-        object.__setattr__(self, "shardmap_scope", rebound(scope, markers))
-
-    @property
-    def num_before(self) -> int:
-        """Counts the operands before the user's: class, scope and markers."""
-        return 2 + len(self._markers)
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self._ctx.save_for_backward(*self._markers, *tensors)
-
-    def save_for_forward(self, *tensors: Tensor | None) -> None:
-        self._ctx.save_for_forward(*self._markers, *tensors)
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]:
-        return tuple(self._ctx.saved_tensors[len(self._markers) :])
-
-    @property
-    def needs_input_grad(self) -> tuple[bool, ...]:
-        return tuple(self._ctx.needs_input_grad[self.num_before :])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "shardmap_scope":  # that of this level is made from the markers
-            setattr(self._ctx, name, value)

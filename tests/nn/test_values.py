@@ -27,8 +27,8 @@ MODULES: Final = (
 # Models and counts of layers that other modules run so: only `make fuzz` runs these.
 IN_FUZZ: Final = {"support.other_models": ("ranks", "processes"), "test_budget": ("processes",)}
 
-# One batched program cannot exchange unlike numbers of rows.
-STRATEGIES: Final = {"test_dropless": ("ranks", "auto")}
+# One batched program cannot exchange unlike numbers of rows, and has no Functions, as rings are.
+STRATEGIES: Final = dict.fromkeys(("test_dropless", "test_context"), ("ranks", "auto"))
 
 
 def cases_of(module: str) -> Mapping[str, Case]:
