@@ -5,16 +5,14 @@ from contextlib import ExitStack
 from glob import glob
 from os import PathLike
 from os.path import isdir, isfile, join
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 
 from shardmap_torch.errors import SpecError, listing, show
-
-Ranges: TypeAlias = Sequence[range]
-"""The positions of a dim that a rank has, in order."""
+from shardmap_torch.saving.pieces import Ranges, own_ranges
 
 _MISSING: Final = "load_safetensors: the files have no tensor for:"
 
@@ -87,52 +85,23 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _read(value: Tensor, source: Any) -> Tensor:
     """Returns a tensor like `value` with what this rank has of it in a file."""
-    dims = [[range(size)] for size in value.shape]
     if isinstance(value, DTensor):
-        local = _pieces(source, _own_ranges(value, dims), ()).to(value.dtype)
+        local = _pieces(source, own_ranges(value), ()).to(value.dtype)
         local = local.to(torch.device(value.device_mesh.device_type))
         found: Tensor = DTensor.from_local(
-            local, value.device_mesh, value.placements, run_check=False
+            local,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
         )
     else:
-        found = _pieces(source, dims, ()).to(value.dtype)
+        found = _pieces(source, [[range(size)] for size in value.shape], ()).to(value.dtype)
         found = found if value.is_meta else found.to(value.device)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(found, requires_grad=value.requires_grad)
     return found
-
-
-def _own_ranges(value: DTensor, dims: list[list[range]]) -> list[list[range]]:
-    """Returns the positions that this rank has of each dim."""
-    mesh = value.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # who has a shard is in the mesh
-    for at, placement in enumerate(value.placements):
-        if not isinstance(placement, Replicate):
-            dim: int = placement.dim  # type: ignore[attr-defined]  # a sharded placement
-            dims[dim] = _shard(dims[dim], placement, mesh.size(at), coordinate[at])
-    return dims
-
-
-def _shard(ranges: Ranges, placement: Placement, count: int, index: int) -> list[range]:
-    """Returns what one of the shards of a dim has of these positions."""
-    blocks: int = getattr(placement, "split_factor", 1)
-    total = sum(map(len, ranges))
-    size = total // (blocks * count)
-    found: list[range] = []
-    for block in range(blocks):
-        start = total // blocks * block + size * index
-        found += _slice(ranges, start, start + size)
-    return found
-
-
-def _slice(ranges: Ranges, start: int, stop: int) -> Iterator[range]:
-    offset = 0
-    for each in ranges:
-        part = each[max(start - offset, 0) : max(stop - offset, 0)]
-        if part:
-            yield part
-        offset += len(each)
 
 
 def _pieces(source: Any, dims: Sequence[Ranges], chosen: tuple[slice, ...]) -> Tensor:

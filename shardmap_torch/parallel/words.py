@@ -25,6 +25,7 @@ from shardmap_torch.parallel.styles import (
     ReplicatedParallel,
     SharedResult,
 )
+from shardmap_torch.saving.pieces import checkpoint_pieces
 from shardmap_torch.spec import P
 
 
@@ -125,6 +126,7 @@ def placements_of_split(mesh: Mesh, split: Split | None, spec: P) -> Sequence[Pl
     """Returns the placements of a parameter on the mesh."""
     if split is None or split.parts == 1:
         return placements_of(mesh, spec)
+    checkpoint_pieces()
     return [_without_parts(each, split) for each in placements_of(mesh, spec)]
 
 

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from shardmap_torch.core.torch_private.names import DTENSOR, unsupported
 
 try:
+    from torch.distributed import _state_dict_utils as state_dict_utils
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSchema

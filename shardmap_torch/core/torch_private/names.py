@@ -117,6 +117,10 @@ DTensors as arguments and results
   torch.distributed._functional_collectives: AsyncCollectiveTensor
   torch.distributed.tensor._dtensor_spec: DTensorSpec TensorMeta
   torch.distributed.tensor.placement_types: _StridedShard
+checkpoints of packed parameters
+  torch.distributed._state_dict_utils: _distribute_tensors
+  torch.distributed.tensor: DTensor.__create_chunk_list__ DTensor.__create_write_items__
+    DTensor.__get_tensor_shard__
 check='global'
   torch.distributed.tensor._op_schema: OpSchema
   torch.distributed.tensor: DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
