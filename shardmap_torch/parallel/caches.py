@@ -111,9 +111,14 @@ def _frame(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return [_frame(each, f"{path}.{at}", tensors) for at, each in enumerate(value)]
     if type(value) is dict:
         return {key: _frame(each, f"{path}.{key}", tensors) for key, each in value.items()}
-    if not hasattr(value, "reorder_cache") or isinstance(value, type):
+    if not _is_part(value):
         return value
     return Frame(type(value), _frame(vars(value), path, tensors))
+
+
+def _is_part(value: Any) -> bool:
+    """Returns whether a value is a cache or a layer of one."""
+    return hasattr(value, "reorder_cache") and not isinstance(value, type)
 
 
 def closed(frames: Held, tensors: Sequence[Tensor]) -> list[Any]:
@@ -137,13 +142,20 @@ def _close(frame: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def own(caches: Iterable[Any]) -> None:
-    """Copies the tensors of caches of a fixed size, into which a forward writes."""
+    """Copies the tensors of caches that a forward writes into: of fixed sizes, and in dicts."""
     for cache in caches:
-        own(filter(is_cache, vars(cache).values()))
-        for layer in getattr(cache, "layers", ()):
-            if getattr(layer, "is_compileable", False):
-                tensors = {k: x for k, x in vars(layer).items() if isinstance(x, Tensor)}
-                vars(layer).update({name: x.clone() for name, x in tensors.items()})
+        _own(cache)
+
+
+def _own(holder: Any) -> None:
+    """Copies what is written in an object, a list or a dict; keys that grow are made anew."""
+    table = holder if type(holder) in (dict, list) else vars(holder)
+    is_written = table is holder or getattr(holder, "is_compileable", False)
+    for name, value in enumerate(table) if type(table) is list else [*table.items()]:
+        if isinstance(value, Tensor):
+            table[name] = value.clone() if is_written else value
+        elif type(value) in (dict, list) or _is_part(value):
+            _own(value)
 
 
 def fill(caches: Sequence[Any], results: Sequence[Any]) -> list[Any]:

@@ -114,6 +114,22 @@ OTHERS: Final[Mapping[str, tuple[str, str, dict[str, Any]]]] = {
             **{"new_decoder_architecture": True, "hidden_dropout": 0.0, "attention_dropout": 0.0},
         },
     ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        {
+            **{**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "bamba": (
+        "BambaForCausalLM",
+        "BambaConfig",
+        {
+            **{**GROUPED, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16},
+            **{"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4},
+        },
+    ),
     "bart": ("BartForConditionalGeneration", "BartConfig", _STACKS),
     "roberta": ("RobertaForMaskedLM", "RobertaConfig", {**SIZES, **NO_DROPOUT}),
     "whisper": (
