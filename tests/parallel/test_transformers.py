@@ -85,6 +85,26 @@ def test_steps_on_processes_are_those_of_one_device(name: str, gloo: Gloo) -> No
     gloo(2).run(on_processes, name, timeout=120)
 
 
+def accumulate_on_processes(name: str) -> None:
+    one = make_model(name).double()
+    ours = parallelize(copy.deepcopy(one), worker_mesh((2,), ("tp",)))
+    for model in (ours, one):
+        for seed in range(2):
+            model(**make_batch(name, seed)).loss.backward()
+    for (key, p), q in zip(ours.named_parameters(), one.parameters(), strict=True):
+        found = global_value(p.grad)
+        # Routers and Apertus' activations compute in 32 bits.
+        torch.testing.assert_close(found, q.grad, rtol=1e-6, atol=1e-6, msg=f"{name}: {key}")
+
+
+# findings/transformers_tp_*.sh: on these transformers' own tensor parallelism gives other gradients.
+@pytest.mark.parametrize("name", ["apertus", "qwen3"])
+def test_gradients_of_two_microbatches_on_processes_are_those_of_one_device(
+    name: str, gloo: Gloo
+) -> None:
+    gloo(2).run(accumulate_on_processes, name, timeout=120)
+
+
 @pytest.mark.parametrize("left_out", ["model.embed_tokens", "lm_head"])
 def test_a_plan_that_shards_a_tied_weight_in_two_ways_is_refused_by_its_name(left_out: str) -> None:
     model = make_model("gemma")

@@ -65,6 +65,7 @@ _STACKS: Final = {
 }
 OTHERS: Final[Mapping[str, tuple[str, str, dict[str, Any]]]] = {
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**GROUPED, "pad_token_id": 0}),
+    "apertus": ("ApertusForCausalLM", "ApertusConfig", {**GROUPED, "pad_token_id": 0}),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", GROUPED),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
