@@ -97,7 +97,7 @@ def accumulate_on_processes(name: str) -> None:
         torch.testing.assert_close(found, q.grad, rtol=1e-6, atol=1e-6, msg=f"{name}: {key}")
 
 
-# findings/transformers_tp_*.sh: on these transformers' own tensor parallelism gives other gradients.
+# findings/transformers_tp_*.sh: on these the tensor parallelism of transformers gives others.
 @pytest.mark.parametrize("name", ["apertus", "qwen3"])
 def test_gradients_of_two_microbatches_on_processes_are_those_of_one_device(
     name: str, gloo: Gloo
