@@ -263,7 +263,8 @@ class AxisGroup(_ProcessGroup):  # type: ignore[misc]
         """Yields the scope of a call that autograd does not see."""
         with in_backward(), _unmonitored():
             _, scope = read_axes(name, self.axes)
-            scope.backend.needs_ranks()  # torch.func.vmap cannot write into what it does not batch
+            if is_checker(scope.backend):
+                scope.backend.needs_ranks()  # torch.func.vmap writes into what it batches alone
             if any(map(can_receive_gradient, tensors)):
                 raise unseen_by_autograd(name)
             yield scope

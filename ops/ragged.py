@@ -129,7 +129,8 @@ def _require_ranks(scope: Scope, axes: tuple[str, ...]) -> None:
             f"{_NAME} cannot run in a batched body: each rank sends another number of rows. Use "
             'make_mesh(..., simulate="ranks"), which "auto" chooses here.'
         )
-    scope.backend.needs_ranks()
+    if is_checker(scope.backend):
+        scope.backend.needs_ranks()
 
 
 def _counts(table: Tensor, collective: Collective) -> tuple[tuple[int, ...], ...]:

@@ -47,7 +47,7 @@ class Function(torch.autograd.Function):
     Shape, types, bytes: those of its methods.
 
     Raises:
-        TransformError: in a batched body, on a simulated mesh of strategy "vmap".
+        TransformError: on a simulated mesh of strategy "vmap".
 
     Source: `torch.autograd.Function`; `jax.custom_vjp`.
 
@@ -91,7 +91,7 @@ class Function(torch.autograd.Function):
         """Calls the function, as `torch.autograd.Function.apply` does.
 
         Raises:
-            TransformError: without `forward`; in a batched body.
+            TransformError: without `forward`.
         """
         if method_of(cls, "forward") is method_of(torch.autograd.Function, "forward"):
             raise TransformError(f"{cls.__name__} has no forward: write one in a class of its own.")
@@ -100,7 +100,8 @@ class Function(torch.autograd.Function):
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if isinstance(scope.backend, BatchedBackend):
             raise TransformError(_BATCHED.format(cls.__name__))
-        scope.backend.needs_ranks()
+        if is_checker(scope.backend):
+            scope.backend.needs_ranks()
         with enter_scope(scope.fork(("Function", cls.__name__))), _LEVELS.applying(cls):
             return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 

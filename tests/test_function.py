@@ -215,7 +215,7 @@ class Copy(Function):
         return all_reduce(grads[0], "tp", dst=I)
 
 
-def copied(strategy: Literal["vmap", "ranks", "auto"], check: bool) -> Callable[..., Tensor]:
+def copied(strategy: Literal["ranks", "auto"], check: bool) -> Callable[..., Tensor]:
     @shard_map(
         mesh=make_mesh((2,), ("tp",), kind="simulated", simulate=strategy),
         in_specs=(P(invariant="tp"), P("tp")),
@@ -239,10 +239,15 @@ def test_cotangents_of_an_equal_value_are_added_once(
 
 
 def test_a_batched_body_has_no_functions() -> None:
+    class Batchable(Copy):
+        generate_vmap_rule = True
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated", simulate="vmap")
+    f = shard_map(lambda w: Batchable.apply(w), mesh=mesh, in_specs=P(), out_specs=P())
     with pytest.raises(TransformError) as error:
-        copied("vmap", False)(torch.tensor(1.0), torch.arange(4.0))
+        f(torch.tensor(1.0))
     assert str(error.value) == (
-        "Copy: a Function cannot run in a batched body, after which it is not known whether a "
+        "Batchable: a Function cannot run in a batched body, after which it is not known whether a "
         "cotangent is that of each rank or already the sum of theirs. Use make_mesh(..., "
         'simulate="auto"), which runs such bodies as ranks, or "ranks".'
     )

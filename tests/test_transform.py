@@ -137,7 +137,8 @@ def test_rank_threads_refuse_all_but_first_order_gradients(transform: str) -> No
         made(mapped(mesh))(*arguments)
     assert str(caught.value) == (
         "Simulated ranks that run as threads give first-order reverse gradients only. For forward "
-        'mode, vmap from outside and higher orders use make_mesh(..., simulate="vmap").'
+        "mode, vmap from outside and higher orders check the function, on a mesh of make_mesh(..., "
+        'simulate="vmap"), which says why a body cannot run as one batched program.'
     )
     same(mapped(mesh)(X, W), reference(X, W))  # and nothing is left behind
 
@@ -214,8 +215,9 @@ def test_rank_threads_refuse_forward_mode_of_a_collective(transform: str) -> Non
         _Inside(transform)(mesh)
     assert str(caught.value) == (
         "Forward mode (jvp, jacfwd, hessian) of a collective cannot begin in the body on simulated "
-        "ranks that run as threads, which share torch's forward-mode levels. "
-        'Use make_mesh(..., simulate="vmap").'
+        "ranks that run as threads, which share torch's forward-mode levels. Check the function, "
+        'on a mesh of make_mesh(..., simulate="vmap"), which says why a body cannot run as one '
+        "batched program."
     )
     same(torch.func.jvp(torch.sin, (W,), (W,))[1], W.cos() * W)  # the levels are as they were
 

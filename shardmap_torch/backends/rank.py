@@ -110,9 +110,6 @@ class RankBackend(WithoutAutomaticAxes):
         """Returns none: each rank runs the body by itself."""
         return ()
 
-    def needs_ranks(self) -> None:
-        """Does nothing: each rank runs the body by itself."""
-
     def index(self, axes: Sequence[str]) -> Tensor:
         """Returns this rank's position along `axes`."""
         index = self.mesh.index(axes, self.place)

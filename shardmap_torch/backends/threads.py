@@ -208,8 +208,9 @@ class Rendezvous:
 
 _NO_FORWARD_MODE: Final = (
     "Forward mode (jvp, jacfwd, hessian) of a collective cannot begin in the body on simulated "
-    "ranks that run as threads, which share torch's forward-mode levels. "
-    'Use make_mesh(..., simulate="vmap").'
+    "ranks that run as threads, which share torch's forward-mode levels. Check the function, on a "
+    'mesh of make_mesh(..., simulate="vmap"), which says why a body cannot run as one batched '
+    "program."
 )
 
 

@@ -83,9 +83,6 @@ class BatchedBackend(WithoutAutomaticAxes):
     def markers(self, axes: Sequence[str]) -> tuple[Tensor, ...]:
         return tuple(self.axis_markers[axis] for axis in axes)
 
-    def needs_ranks(self) -> None:
-        """Does nothing: the user asked for this strategy."""
-
     def index(self, axes: Sequence[str]) -> Tensor:
         """Returns the index of each rank along `axes`, which varies over all of them."""
         index = torch.zeros((), dtype=torch.int64)
@@ -274,7 +271,7 @@ def _reject_rounding(operation: Any, x: Tensor) -> None:
 _ROUNDS: Final = (
     "{}: one batched program differentiates it from outside in the dtype of the operand, not in "
     "those that comm_dtype and grad_comm_dtype name. Use a mesh of "
-    'make_mesh(..., simulate="ranks"), which "auto" chooses for checked functions.'
+    'make_mesh(..., simulate="ranks"), which "auto" chooses here.'
 )
 
 _FIELDS: Final = tuple([field.name for field in fields(Collective)])

@@ -42,10 +42,6 @@ class Backend(Mover, Protocol):
         """Returns, in a batched body, values that vary over exactly one of `axes` each."""
         ...
 
-    def needs_ranks(self) -> None:
-        """Reports that the body is right only if each rank runs it by itself, unbatched."""
-        ...
-
     def unshared(self, x: Tensor) -> Tensor:
         """Makes a value global over automatic axes; returns it where all values are."""
         ...
@@ -83,6 +79,10 @@ class WithoutAutomaticAxes:
 
 class Checker(Backend, Protocol):
     """Types a body instead of running it; see `is_checker`."""
+
+    def needs_ranks(self) -> None:
+        """Notes that the body is right only if each rank runs it by itself, unbatched."""
+        ...
 
     def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
         """Returns the reading of a cast of `x`: of uncommitted values, and of copies."""

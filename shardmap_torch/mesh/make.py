@@ -64,9 +64,9 @@ def make_mesh(
             else the CPU; a simulated mesh takes any device that the inputs share.
         simulate: how a simulated mesh runs. "ranks": one thread a rank, which gives what real ranks
             give. "vmap": one batched program, faster, composes with every torch.func transform;
-            its gradients from outside are those that the specs promise, so use it for
-            programs known to be right. "auto": "vmap" for a function whose signature the checker
-            accepted, or plain code where the mesh has one rank; else "ranks".
+            what it cannot run of a checked body is an error, and unchecked ones run as ranks.
+            "auto": "vmap" for a body that was checked and can be batched, or plain code where the
+            mesh has one rank; else "ranks".
         timeout: seconds, or a timedelta: how long a rank of a process-group mesh waits for others
             at most. By default the timeout of torch's process group, 30 minutes on gloo. With one
             axis the group is torch's default group, whose timeout it becomes.

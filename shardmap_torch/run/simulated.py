@@ -42,7 +42,7 @@ def run(call: Call, batches: bool) -> Tree:
             _reject_unchecked(call.name)
         reject_transforms()
         return vmap.run(call)
-    if chosen == "ranks" or not (batches or chosen == "vmap"):
+    if chosen == "ranks" or not (batches or (chosen == "vmap" and is_checked(call))):
         return threads.run(call)
     batched = run_alone if call.mesh.size == 1 and chosen != "vmap" else vmap.run
     crossing = [call.leaves[position] for position in call.crossing]

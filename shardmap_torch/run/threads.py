@@ -34,7 +34,6 @@ from shardmap_torch.errors import (
 )
 from shardmap_torch.ops.asking import ANSWERING
 from shardmap_torch.run.drawing import CallSeed, Drawing
-from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
 
 MAX_THREADS: Final = 2_048
@@ -255,6 +254,14 @@ def _describe(result: Result) -> str:
     return f"returned {', '.join(shown) or 'nothing'}"
 
 
+def unequal(path: str, spec: P, axis: str) -> str:
+    """Formats the error of an output that varies over an axis that its spec does not mention."""
+    return (
+        f"{path}: {spec!r} promises one value on all ranks of {axis!r}, but the result varies over "
+        f"it; reduce or gather it over {axis!r}, or name {axis!r} in the spec"
+    )
+
+
 def close(a: Tensor, b: Tensor) -> bool:
     """Compares up to rounding: ranks that repeat one computation may round differently."""
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -329,5 +336,6 @@ class _RanksBackward(_FirstOrder):
 
 _FIRST_ORDER: Final = (
     "Simulated ranks that run as threads give first-order reverse gradients only. For forward "
-    'mode, vmap from outside and higher orders use make_mesh(..., simulate="vmap").'
+    "mode, vmap from outside and higher orders check the function, on a mesh of make_mesh(..., "
+    'simulate="vmap"), which says why a body cannot run as one batched program.'
 )

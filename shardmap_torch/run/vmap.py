@@ -1,10 +1,8 @@
 """Runs a call for all ranks of a simulated mesh as one batched program."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,40 +10,27 @@ from torch import Tensor
 from shardmap_torch.backends.batching import add_batching_rules
 from shardmap_torch.backends.folding import Folding
 from shardmap_torch.backends.vmap import BatchedBackend
-from shardmap_torch.boundary.call import Call, Result, Untouched, is_checked, run_body
-from shardmap_torch.boundary.matching import spec_of
+from shardmap_torch.boundary.call import Call, Result, Untouched, run_body
 from shardmap_torch.boundary.shards import join, split
-from shardmap_torch.checker.interpreter.modes import is_user
-from shardmap_torch.checker.ir.own_functions import GRAD_FN, HOOKS, has_saving_hooks, name_of_hook
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.function_modes import FunctionMode
-from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.storage import apart
 from shardmap_torch.core.torch_private.engine import (
     functorch,
     lazy_load_decompositions,
     warn_of_fallbacks,
 )
-from shardmap_torch.core.tree import Placed, Tree
-from shardmap_torch.errors import ShardTypeError, TransformError, listing
+from shardmap_torch.core.tree import Tree
+from shardmap_torch.errors import TransformError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.asking import ANSWERING
 from shardmap_torch.spec import P
-
-_DRAWS: Final = (
-    "{}: the body draws from torch's default generator, and one batched program cannot give each "
-    "rank the numbers that it would draw as a process. Draw from a key of shardmap_torch.random, "
-    'or use a mesh of make_mesh(..., simulate="ranks"), which "auto" chooses here.'
-)
 
 In = dict[str, int | None]
 """The batch dim of one operand at each axis' level: 0 or None."""
 
 
 def run(call: Call) -> Tree:
-    """Runs the body under one vmap per mapped axis; shards and joins with plain operations."""
-    if call.draws:
-        raise TransformError(_DRAWS.format(call.name))
+    """Runs a checked body under a vmap for each axis; shards and joins with plain operations."""
     if call.rank_only:
         raise rank_only(call.name, call.rank_only)
     axes = [axis for axis in call.mesh.axis_names if axis in call.mapped]
@@ -78,13 +63,10 @@ def run(call: Call) -> Tree:
     traced = torch.compiler.is_dynamo_compiling()
     if not traced:
         ANSWERING.begin()
-    quietly = nullcontext() if traced else _silent_fallbacks()
-    with nullcontext() if is_checked(call) else RefusingDropped(call.name), quietly:
+    with nullcontext() if traced else _silent_fallbacks():
         stacked = _nest(body, sizes, batching)(*operands)
     watch.check()
     result = results[0]
-    if not is_checked(call):  # zeros_like of a varying value is batched too; types tell more
-        _reject_varying(call, [result.outputs[i] for i in result.match.crossing], stacked, axes)
     joined = [
         join(_repeated(value, spec, call.mesh, axes), spec, call.mesh, axes)
         for spec, value in zip(map(result.match.spec, result.match.crossing), stacked, strict=True)
@@ -185,67 +167,9 @@ def _repeated(value: Tensor, spec: P, mesh: Mesh, axes: Sequence[str]) -> Tensor
     return value.expand((*sizes, *value.shape[len(sizes) :]))
 
 
-def _reject_varying(
-    call: Call, leaves: Sequence[Placed[P | None]], stacked: Sequence[Tensor], axes: Sequence[str]
-) -> None:
-    """Rejects results that vary over an axis that their spec says is equal.
-
-    A value is batched exactly where it varies; elsewhere it has length 1, or stride 0. Empty
-    tensors cannot vary.
-    """
-    problems = []
-    for leaf, value in zip(leaves, stacked, strict=True):
-        spec = spec_of(leaf)
-        for position, axis in enumerate(axes if value.numel() else ()):
-            equal = value.shape[position] == 1 or value.stride(position) == 0
-            if not equal and axis not in spec.mentioned and axis not in spec.partial:
-                problems.append(unequal(leaf.path, spec, axis))
-    if problems:
-        raise ShardTypeError(
-            listing(f"{call.name}: the result does not match out_specs:", problems)
-        )
-
-
-def unequal(path: str, spec: P, axis: str) -> str:
-    """Formats the error of an output that varies over an axis that its spec does not mention."""
-    return (
-        f"{path}: {spec!r} promises one value on all ranks of {axis!r}, but the result varies over "
-        f"it; reduce or gather it over {axis!r}, or name {axis!r} in the spec"
-    )
-
-
-_ASKS: Final = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # torch's stubs: a bool
-
-
 def rank_only(name: str, what: str) -> TransformError:
     """Builds the error of a batched body that has something that only single ranks run."""
     return TransformError(
         f"{name}: one batched program drops, or cannot run, what single ranks run: {what}\n"
         'Fix: use make_mesh(..., simulate="auto"), which runs such bodies as ranks, or "ranks".'
     )
-
-
-class RefusingDropped(FunctionMode):
-    """Function mode of an unchecked batched body: hooks, and questions for `requires_grad`.
-
-    Raises:
-        TransformError: the body registers a hook, or asks whether a tensor requires a gradient.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name, self._has_outer = name, has_saving_hooks()
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function of torch, unless a batched tensor would drop what it does."""
-        what = self._dropped(func, sys._getframe(2))
-        if what is not None:
-            raise rank_only(self._name, f"{what}.\n  at {call_site()}")
-        return func(*args, **kwargs)
-
-    def _dropped(self, func: Any, asker: FrameType) -> str | None:
-        if func == _ASKS:
-            return "a question for requires_grad" if is_user(asker) else None
-        if func in HOOKS and not (func == GRAD_FN and is_own(asker)):
-            return name_of_hook(func)
-        return "saved_tensors_hooks" if has_saving_hooks() and not self._has_outer else None

@@ -34,7 +34,7 @@ def program(x: Tensor) -> Tensor:
 
 def counted(**options: Any) -> dict[str, int]:
     mesh = make_mesh((2,), ("tp",), **options)
-    f = shard_map(program, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check=False)
+    f = shard_map(program, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
     x = torch.arange(48.0).reshape(8, 6)
     f(x)
     with counting_bytes() as sent:
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_the_table() -> None:
     mesh = make_mesh((4,), ("tp",), kind="simulated", simulate="vmap")
     x = torch.arange(8.0)
     for name, factor in (("all_reduce", 2 * 3 / 4), ("all_gather", 3)):
-        f = shard_map(forward[name], mesh=mesh, in_specs=P("tp"), out_specs=P(), check=False)
+        f = shard_map(forward[name], mesh=mesh, in_specs=P("tp"), out_specs=P())
         with counting_bytes() as sent:
             f(x)
         assert sent == {name: round(factor * 2 * x.element_size())}

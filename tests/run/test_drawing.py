@@ -489,10 +489,9 @@ def test_a_mesh_that_only_batches_says_that_it_cannot() -> None:
     with pytest.raises(TransformError) as error:
         f(torch.ones(4))
     assert str(error.value) == (
-        "rand_like: the body draws from torch's default generator, and one batched program cannot "
-        "give each rank the numbers that it would draw as a process. Draw from a key of "
-        'shardmap_torch.random, or use a mesh of make_mesh(..., simulate="ranks"), which "auto" '
-        "chooses here."
+        "rand_like: one batched program drops, or cannot run, what single ranks run: a draw of "
+        "random numbers.\n  at test_drawing.py:490: f(torch.ones(4))\n"
+        'Fix: use make_mesh(..., simulate="auto"), which runs such bodies as ranks, or "ranks".'
     )
 
 

@@ -17,13 +17,12 @@ from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.record.evaluation import Evaluation
 from shardmap_torch.record.program import Record
-from shardmap_torch.run.threads import close
+from shardmap_torch.run.threads import close, unequal
 from shardmap_torch.run.trials.draws import Draw, Like
 from shardmap_torch.run.trials.noise import Drawn, Noise
 from shardmap_torch.run.trials.operators import CLASS_LOSSES, name_of
 from shardmap_torch.run.trials.seen import Seen
 from shardmap_torch.run.trials.watch import UntriedError, Unwatched, Watched
-from shardmap_torch.run.vmap import unequal
 from shardmap_torch.spec import P
 
 GRADIENT: Final = "the gradient of "

@@ -171,17 +171,6 @@ def test_a_mesh_that_says_vmap_refuses_them_and_names_the_line(body: Body) -> No
     )
 
 
-@pytest.mark.parametrize(
-    "body", [tensor_hook, input_hook, node_hook, edge_hook, asking, saving_hooks]
-)
-def test_an_unchecked_one_is_refused_when_it_is_about_to_be_dropped(body: Body) -> None:
-    mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="vmap")
-    specs = P("dp"), P(replicate={"dp"})
-    f = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("dp"), check=False)
-    with pytest.raises(TransformError, match=r"single ranks run: .*\n  at test_own_functions.py:"):
-        f(*(x.requires_grad_() for x in inputs()))
-
-
 def test_what_vmap_can_take_runs_there() -> None:
     for check in (True, False):
         mesh = make_mesh((2,), ("dp",), kind="simulated", simulate="vmap")

@@ -426,7 +426,8 @@ def differences(
         return found
 
     spec = P("tp")
-    mapped = shard_map(body, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check=False)
+    check = mesh.simulate == "vmap"
+    mapped = shard_map(body, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check=check)
     results = mapped(*drawn, *equal)
     pools = Pools(drawn, equal)
     return [

@@ -37,7 +37,7 @@ class Program:
         reference: `body` on one device.
         meshes: axis sizes by number of ranks.
         axis_names: the axes of all of these meshes.
-        check: whether the type checker sees the body first.
+        check: whether the type checker sees the body first, also where no batched program runs it.
     """
 
     body: Callable[..., tuple[Tensor, ...]]
@@ -131,7 +131,7 @@ def _mapped(program: Program, mesh: Mesh) -> Callable[..., tuple[Tensor, ...]]:
         mesh=mesh,
         in_specs=program.in_specs,
         out_specs=program.out_specs,
-        check=program.check,
+        check=program.check or mesh.simulate == "vmap",
     )
 
 
@@ -181,7 +181,8 @@ def _inner(program: Program, mesh: Mesh, gradient: Callable[..., Any]) -> Sequen
 
     specs = program.in_specs + tuple(dual(spec) for spec in program.out_specs)
     out_specs = tuple(dual(spec) for spec in program.in_specs)
-    step = shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check=False)
+    check = mesh.simulate == "vmap"
+    step = shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check=check)
     values = [global_value(value) for value in _values(program, mesh)]
     return step(*program.inputs(), *_cotangents(values))
 
@@ -213,7 +214,8 @@ def _inner_jvp(program: Program, mesh: Mesh) -> Sequence[Tensor]:
 
     specs = program.in_specs * 2
     outs = program.out_specs
-    step = shard_map(body, mesh=mesh, in_specs=specs, out_specs=outs, check=False)
+    check = mesh.simulate == "vmap"
+    step = shard_map(body, mesh=mesh, in_specs=specs, out_specs=outs, check=check)
     inputs = program.inputs()
     return step(*inputs, *_tangents(inputs))
 
