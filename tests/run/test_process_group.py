@@ -32,7 +32,7 @@ from shardmap_torch import (
 from shardmap_torch.backends import process_group
 from shardmap_torch.backends.communicator import Wire
 from shardmap_torch.backends.traffic import counting_bytes
-from tests.programs.support.everywhere import ON_EVERY_MESH, run_on, same
+from tests.programs.support.everywhere import ON_REAL_RANKS, run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
 from tests.support.pool import Gloo
@@ -159,7 +159,7 @@ def aliasing(mesh: Mesh) -> None:
     same(x, torch.arange(4.0))
 
 
-@ON_EVERY_MESH
+@ON_REAL_RANKS
 def test_a_result_that_travelled_or_is_borrowed_shares_no_memory_with_the_operand(
     kind: str, gloo: Gloo
 ) -> None:
