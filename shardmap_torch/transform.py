@@ -454,7 +454,7 @@ class _Body:
         """Runs a call of which the body alone is compiled."""
         runtime = runtime_of(call.mesh)
         body = partial(root.run_body, compiler, self._trace_body, call)
-        compiled = partial(runtime.run, replace(call, compiled=body), False)
+        compiled = partial(runtime.run, replace(call, compiled=body))
         if control() is None:
             return compiled()
         try:

@@ -14,7 +14,7 @@ __all__ = ["has_data", "place", "run"]
 has_data: Final = False
 
 
-def run(call: Call, batches: bool) -> Tree:
+def run(call: Call) -> Tree:
     """Refuses to run.
 
     Raises:

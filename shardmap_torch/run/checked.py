@@ -54,8 +54,7 @@ from shardmap_torch.run.safety.one_device import OneDevice
 from shardmap_torch.run.safety.own_state import own_state, undoing
 from shardmap_torch.run.safety.retrace_warning import Changing, watch_remaking
 
-Run = Callable[[Call, bool], Tree]
-"""Runs a call; the flag says if it may run as one batched program."""
+Run = Callable[[Call], Tree]
 
 _RUNS: Final = 2
 
@@ -238,10 +237,9 @@ class Checked:
             applied = replace(applied, recordings=self._recordings(call, known))
         if verdict.altered and is_simulated(call.mesh):
             with own_state(applied, self._captured.states(call), verdict.altered) as apart:
-                # What a batched program leaves in the data would be tensors that ended with it.
-                found = run(apart, False)
+                found = run(apart)
         else:
-            found = run(applied, verdict.batches)
+            found = run(applied)
         refusal = verdict.refusal
         return found if refusal is None else _differentiated_once(call, found, refusal)
 

@@ -33,7 +33,7 @@ _MESHES: Final = 4
 """Equal meshes that a signature remembers at a time."""
 
 
-def run(call: Call, batches: bool) -> Tree:
+def run(call: Call) -> Tree:
     """Runs a call on this process; results are DTensors, or plain where equal on all ranks."""
     mesh, leaves = call.mesh, call.leaves
     if call.mapped != mesh.axis_names and (shared := entry_specs(call)) is not None:

@@ -25,8 +25,8 @@ class Runtime(Protocol):
 
     has_data: bool
 
-    def run(self, call: Call, batches: bool) -> Tree:
-        """Runs a call; with `batches` one batched program may run it."""
+    def run(self, call: Call) -> Tree:
+        """Runs a call."""
         ...
 
     def run_local(self, call: Call) -> Tree:

@@ -30,7 +30,7 @@ _UNBATCHED: Final = (
 """In torch's errors where what is batched lacks what a rank has: a number, memory, a rule."""
 
 
-def run(call: Call, batches: bool) -> Tree:
+def run(call: Call) -> Tree:
     """Runs a call by the strategy of its mesh.
 
     Raises:
@@ -42,7 +42,8 @@ def run(call: Call, batches: bool) -> Tree:
             _reject_unchecked(call.name)
         reject_transforms()
         return vmap.run(call)
-    if chosen == "ranks" or not (batches or (chosen == "vmap" and is_checked(call))):
+    needs_ranks = chosen == "auto" and call.rank_only is not None
+    if chosen == "ranks" or needs_ranks or not is_checked(call):
         return threads.run(call)
     batched = run_alone if call.mesh.size == 1 and chosen != "vmap" else vmap.run
     crossing = [call.leaves[position] for position in call.crossing]

@@ -28,27 +28,27 @@ class Unchecked:
         self._descriptions: Memo[Description] = Memo()
         self._equal = EqualValues(debug)
 
-    def run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
+    def run(self, call: Call, run: Callable[[Call], Tree]) -> Tree:
         """Runs a call.
 
         Raises:
             CollectiveMismatchError: the other ranks make another call.
         """
         if call.mesh.kind not in PROCESS_KINDS:
-            return run(call, False)
+            return run(call)
         return posting_errors(call.name, lambda: self._compare_and_run(call, run), call.mesh)
 
-    def _compare_and_run(self, call: Call, run: Callable[[Call, bool], Tree]) -> Tree:
+    def _compare_and_run(self, call: Call, run: Callable[[Call], Tree]) -> Tree:
         control = current()
         if control is None:
-            return run(call, False)
+            return run(call)
         known = self._descriptions.get(_signature(call), lambda: describe(call, None))
         values = self._equal.of(call, control)
         agree(known, now=False, values=values)
         # Nothing has seen its collectives, and gloo ends the process where operands differ.
         control.compares_each = values is not None and values.is_whole
         try:
-            result = run(call, False)
+            result = run(call)
             if control.compares_each:  # one that another rank waits in may be left out
                 agree(Description.of(call.name, [f"{call.name} has ended"]))
         finally:
@@ -70,7 +70,7 @@ def _signature(call: Call) -> tuple[Any, ...]:
 def run_in(call: Call, scope: Scope | None) -> Tree:
     """Runs a call without a verdict of its own, on its mesh or in the body around it."""
     if scope is None:
-        return runtime_of(call.mesh).run(call, False)
+        return runtime_of(call.mesh).run(call)
     if isinstance(scope.backend, BatchedBackend):
         return vmap.run(call)
     return _run_inner(call, scope.backend)

@@ -111,7 +111,9 @@ def own_state(call: Call, states: Sequence[State], altered: Sequence[int]) -> It
         return ranks.run(current_rank(), start, lambda: call.function(*args, **kwargs))
 
     with ranks.joined():
-        yield replace(call, function=apart, separate=ranks.later)
+        # What a batched program leaves in the data would be tensors that ended with it.
+        alone = call.rank_only or ""
+        yield replace(call, function=apart, separate=ranks.later, rank_only=alone)
 
 
 @dataclass(eq=False)
