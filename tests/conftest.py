@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing
 from tests.support.fuzzing import FUZZ, left_out, sized
 from tests.support.pool import Gloo, Pool
 
@@ -22,7 +22,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 
-_TRIES: Final = verdict._TRIES
+_TRIES: Final = repairing._TRIES
 
 os.environ["SHARDMAP_PROGRESS"] = "0"  # a slow machine would add lines to what tests capture
 
@@ -83,14 +83,14 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session", autouse=True)
 def no_repairs() -> Iterator[None]:
     """Tries no repairs of rejected programs: each costs as much as the check."""
-    with mock.patch.object(verdict, "_TRIES", 0):
+    with mock.patch.object(repairing, "_TRIES", 0):
         yield
 
 
 @pytest.fixture
 def repairs() -> Iterator[None]:
     """Tries as many as outside of tests."""
-    with mock.patch.object(verdict, "_TRIES", _TRIES):
+    with mock.patch.object(repairing, "_TRIES", _TRIES):
         yield
 
 

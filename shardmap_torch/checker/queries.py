@@ -213,10 +213,11 @@ def means_over(x: Tensor, axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def propose_means(error: ShardTypeError) -> None:
-    """Proposes to average the losses that are means of each rank's part."""
+    """Proposes to average the losses that are means of each rank's part, or sums of these."""
     interpreter = current_interpreter()
     assert interpreter is not None  # it has found the means
     propose(error, proposals.mean_losses(interpreter))
+    propose(error, proposals.other_ops(interpreter.traits.reductions, ["sum"]))
 
 
 def in_place_of_batched() -> AbstractContextManager[object]:

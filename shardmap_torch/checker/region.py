@@ -6,14 +6,14 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
-from shardmap_torch.checker.interpreter import messages
+from shardmap_torch.checker.interpreter import messages, proposals
 from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
 from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.core.torch_private.engine import sequence_number
 from shardmap_torch.core.tree import Mismatch, Placed, Tree, broadcast_prefix, flatten
-from shardmap_torch.errors import SpecError, listing, show
+from shardmap_torch.errors import ShardTypeError, SpecError, listing, show
 from shardmap_torch.ops.arguments import finest_spec
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V, Z
@@ -106,7 +106,11 @@ def local_region(
         axes = _named_axes([*flatten(in_types)[0], *flatten(out_types)[0]])
         if not trusted:
             interpreter.traits.promises |= {(f"{REGION} {name}", axes)}
-        observer.on_region_start(name, inputs, in_specs)
+        try:
+            observer.on_region_start(name, inputs, in_specs)
+        except ShardTypeError as error:
+            proposals.at_region(interpreter, error, inputs)
+            raise
         interpreter.observer = observer.aside
         first = sequence_number()
         try:

@@ -87,11 +87,11 @@ def verify(call: Call, strictness: Strictness, repairs: bool = True) -> Verdict:
     return keep_promises(call, strictness, verdict) if is_open else verdict
 
 
-def _confirm(call: Call, repair: Repair, accepted: Verdict) -> bool | None:
+def _confirm(call: Call, repair: Repair, found: Verdict | ShardTypeError) -> bool | None:
     """Compares a repaired call with one device by numbers, what most programs need not import."""
     from shardmap_torch.run.trials.by_numbers import confirm
 
-    return confirm(call, repair, accepted)
+    return confirm(call, repair, found)
 
 
 @contextmanager

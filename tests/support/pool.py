@@ -34,7 +34,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class Pool:
         Raises WorkerError if a rank does otherwise, dies, or has not answered after `timeout`
         seconds.
         """
-        request = pickle.dumps((fn, args, list(warnings.filters), verdict._TRIES))
+        request = pickle.dumps((fn, args, list(warnings.filters), repairing._TRIES))
         self._start()
         try:
             for worker in self._workers:
@@ -189,7 +189,7 @@ def run_alone(fn: Callable[[], T], timeout: float = RUN_TIMEOUT) -> T:
     """Calls `fn()` in a process of its own, without a process group; returns its result."""
     connection, remote = _CONTEXT.Pipe()
     process = _CONTEXT.Process(
-        target=_answer, args=(remote, pickle.dumps((fn, (), [], verdict._TRIES)))
+        target=_answer, args=(remote, pickle.dumps((fn, (), [], repairing._TRIES)))
     )
     process.start()
     remote.close()
@@ -347,7 +347,7 @@ def _call(request: bytes) -> bytes:
     """The pickled result of a pickled call, or the pickled error it ended in."""
     try:
         fn, args, filters, tries = pickle.loads(request)
-        with warnings.catch_warnings(), mock.patch.object(verdict, "_TRIES", tries):
+        with warnings.catch_warnings(), mock.patch.object(repairing, "_TRIES", tries):
             warnings.filters = filters
             return pickle.dumps(_Returned(fn(*args)))
     except BaseException as error:  # pytest.fail and SystemExit too must reach the parent.

@@ -93,7 +93,7 @@ class AbstractBackend(WithoutAutomaticAxes):
         spot = collective_call()
         op = self._repair.op_at(spot, op)
         if spot is not None and op in ("sum", "mean"):
-            self._interpreter.reductions[spot] = op
+            self._interpreter.traits.reductions[spot] = op
         return op
 
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:

@@ -24,7 +24,7 @@ from shardmap_torch.checker.ir.program import (
     Use,
     varying,
 )
-from shardmap_torch.checker.ir.repairs import Insert, Repair, Spot
+from shardmap_torch.checker.ir.repairs import Insert, Repair
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.control.start import current
@@ -468,7 +468,6 @@ class Interpreter(TypeStore):
         self.results_of: dict[tuple[int, int], tuple[Use, frozenset[int]]] = {}
         self._sequence = 0
         self._count = 0
-        self.reductions: dict[Spot, str] = {}
         self.means: dict[Site, Insert] = {}
         self.losses: dict[Equation, Sequence[Types]] = {}  # by their gradients
 

@@ -228,7 +228,8 @@ def _retype(equation: Equation, axis_type: AxisType) -> Iterator[Repair]:
         return
     if (collective.name, collective.src, axis_type) in TABLE:
         text = f"dst={axis_type} in {spot}"
-        yield Repair(text, collectives={spot: replace(collective, dst=axis_type)})
+        other = replace(collective, dst=axis_type)
+        yield Repair(text, collectives={spot: other}, keeps_op=True)
 
 
 def _of_each(uses: Sequence[Use], axis: int) -> list[tuple[Use, str]]:

@@ -6,6 +6,7 @@ Each gets what its operands are there, so that nothing is interpreted again to f
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +56,7 @@ _CALLS: Final[Mapping[str, Sequence[tuple[str, Any]]]] = {
         ("all_reduce", _options(dst=I, op="mean")),
         ("all_reduce", _options(dst=R, op="max")),
     ],
+    "M": [("all_reduce", _options(dst=dst, op="mean")) for dst in (R, I)],
     "I": [("convert", _options(src=I, dst=R)), ("convert", _options(src=I, dst=Partial))],
     "K": [("convert", _options(src=I, dst=R)), ("convert", _options(src=R, dst=Partial))],
     "R": [("convert", _options(src=R, dst=I)), ("convert", _options(src=R, dst=Partial))],
@@ -67,16 +69,22 @@ LIKELY: Final = "PSVIKR"
 _SOURCE: Final = {"I": I, "R": R, "K": R}
 
 
-def inserts(state: State, spec: P | None, peers: Sequence[State]) -> Iterator[tuple[str, Insert]]:
+def inserts(
+    state: State, spec: P | None, peers: Sequence[State], is_mean: bool = False
+) -> Iterator[tuple[str, Insert]]:
     """Yields what could be applied to an operand, with the letter of the type that it changes.
 
     Args:
         state: of the operand.
         spec: its layout, if it is known.
         peers: the states of the call's other operands.
+        is_mean: whether addends are means of each rank's part, which nothing else makes right.
     """
     for axis, have in state.items():
         kind = have.kind
+        if have == Partial and is_mean:
+            yield from ((kind, Insert(name, axis, options)) for name, options in _CALLS["M"])
+            continue
         suiting = dict.fromkeys(peer.get(axis, K) for peer in peers)
         for need in suiting:
             yield from ((kind, each) for each in _to(axis, have, need))
@@ -210,7 +218,9 @@ def _over_of(made: Equation | None, axis: str, other: str) -> Iterator[Repair]:
 def _over(spot: Spot, collective: Collective, axis: str, other: str) -> Iterator[Repair]:
     """Yields a collective over another axis than the one it has now, if that is its only one."""
     if collective.name in _WRITTEN and collective.axes == (axis,) and other != axis:
-        yield _instead(spot, replace(collective, axes=(other,)))
+        text = f"{other!r} in place of {axis!r} in {spot}"
+        changed = replace(collective, axes=(other,))
+        yield Repair(text, collectives={spot: changed}, keeps_op=True)
 
 
 def _instead(spot: Spot, other: Collective) -> Repair:
@@ -284,7 +294,10 @@ def at_call(
     """
     is_compared = interpreter.observer.compares
     spot = function_call(func)
-    if spot is None or not (is_compared or rejection_of(error).types):
+    if not (is_compared or rejection_of(error).types):
+        return
+    if spot is None:  # in code of a library, as of an optimizer
+        at_region(interpreter, error, [x for x in distinct(args, kwargs) if not is_batched(x)])
         return
     named = _named(distinct(args, kwargs))
     given = [(at, x) for at, (_, x) in enumerate(named) if not is_batched(x)]
@@ -294,9 +307,10 @@ def at_call(
         error, [(named[at][0], own) for (at, _), (own, _) in zip(tensors, known, strict=True)]
     )
     found: list[tuple[int, Repair]] = []
-    for (at, _), own in zip(tensors, known, strict=True):
+    for (at, x), own in zip(tensors, known, strict=True):
         peers = [other[0] for other in known if other is not own]
-        for kind, insert in inserts(*own, peers):
+        is_mean = interpreter.observer.scale_of(base_of(x)) > 1
+        for kind, insert in inserts(*own, peers, is_mean):
             text = f"{insert.of(named[at][0])} in place of {named[at][0]} in {spot}"
             found.append((LIKELY.find(kind), Repair(text, operands={(spot, at): insert})))
     found.sort(key=itemgetter(0))
@@ -306,6 +320,7 @@ def at_call(
     for x, each in zip(operands, states, strict=True):
         first += gathered_over_others(interpreter, x, each)
     propose(error, [*first, *map(itemgetter(1), found)])
+    blame_inputs(interpreter, error, [x for _, x in given])
     for at, x in given:
         storage_type = interpreter.known_storage_type(x)
         made = None if storage_type is None else storage_type.made
@@ -349,30 +364,71 @@ def at_collective(
     if move in EXTREMA:  # of which only the transpose is exchanged
         found = (each for each in found if each.collectives[spot] is None)
     propose(error, [*reductions(interpreter, [x]), *found])
+    blame_inputs(interpreter, error, [x])
+
+
+def at_region(interpreter: "Interpreter", error: ShardTypeError, tensors: Sequence[Tensor]) -> None:
+    """Proposes what comes before a step whose operands nobody can change, as in a library."""
+    propose(error, reductions(interpreter, tensors))
+    blame_inputs(interpreter, error, tensors)
+
+
+def blame_inputs(
+    interpreter: "Interpreter", error: ShardTypeError, tensors: Sequence[Tensor]
+) -> None:
+    """Notes from which inputs tensors come that an error is about, the nearest first."""
+    known = map(interpreter.known_storage_type, tensors)
+    waiting = [each for each in known if each is not None]
+    seen, found = {*map(id, waiting)}, list[int]()
+    for value in waiting:  # which grows
+        found += [] if value.leaf is None or value.leaf in found else [value.leaf]
+        operands = [] if value.made is None else [use.storage_type for use in value.made.operands]
+        waiting += [each for each in dict.fromkeys(operands) if id(each) not in seen]
+        seen |= {*map(id, operands)}
+    rejection_of(error).inputs += tuple(found)
 
 
 def _is_reducible(interpreter: "Interpreter", x: Tensor) -> bool:
     """Returns whether a value is known, and does not vary because of `axis_index` alone."""
     storage_type = interpreter.known_storage_type(x)
     return storage_type is not None and not any(
-        storage_type.types[at].varies and messages.is_rank(storage_type, at, axis)
-        for at, axis in enumerate(interpreter.axes)
+        each.varies and _is_of_rank_alone(storage_type, at)
+        for at, each in enumerate(storage_type.types)
     )
 
 
+def _is_of_rank_alone(value: StorageType, axis: int) -> bool:
+    """Returns whether nothing but the index of the rank makes a value vary."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        made = waiting.pop().made
+        if made is None or (made.collective is not None and "axis_index" not in made.name):
+            return False
+        operands = [use.storage_type for use in made.operands if use.types[axis].varies]
+        waiting += [each for each in operands if id(each) not in seen]
+        seen |= {*map(id, operands)}
+    return True
+
+
 _OTHER: Final[Mapping[str, Op]] = {"sum": "mean", "mean": "sum"}
+_WRONG: Final = {"sum": Fraction(1).__lt__, "mean": Fraction(1).__gt__}
+"""What tells by the factor of a value that it comes from the wrong one of these."""
 
 
 def reductions(interpreter: "Interpreter", tensors: Sequence[Tensor]) -> Iterator[Repair]:
     """Yields other ops of reductions, if a value is a multiple of what it is on one device."""
-    observer = interpreter.observer
-    scales = {observer.scale_of(base_of(x)) for x in tensors}
-    for spot, op in reversed(interpreter.reductions.items()):
-        if any(scale > 1 if op == "sum" else scale < 1 for scale in scales):
-            other = _OTHER[op]
-            yield Repair(f"op={other!r} in {spot}", ops={spot: other})
-    if any(scale > 1 for scale in scales):
+    scales = {interpreter.observer.scale_of(base_of(x)) for x in tensors}
+    asked = [op for op, is_it in _WRONG.items() if any(map(is_it, scales))]
+    yield from other_ops(interpreter.traits.reductions, asked)
+    if "sum" in asked:
         yield from mean_losses(interpreter)
+
+
+def other_ops(reductions: dict[Spot, str], asked: Sequence[str]) -> Iterator[Repair]:
+    """Yields the other op of each call that has one of these, the last call first."""
+    for spot, op in reversed(reductions.items()):
+        if op in asked:
+            yield Repair(f"op={_OTHER[op]!r} in {spot}", ops={spot: _OTHER[op]})
 
 
 def mean_losses(interpreter: "Interpreter") -> Iterator[Repair]:

@@ -255,6 +255,7 @@ class Traits:
         drawn: how draws outside of regions are sharded, where layouts prove it, with their operator
             and line; None for one of which that is not known.
         untraced: a call of torch's whose derivative torch.compile lacks, or ""; see `run.compiled`.
+        reductions: the op of each call that sums or averages over ranks.
     """
 
     rank_only: str | None = None
@@ -267,6 +268,7 @@ class Traits:
     promises: frozenset[tuple[str, frozenset[str]]] = frozenset()
     drawn: tuple[tuple[Any, Site | None, P | None], ...] = ()
     untraced: str = ""
+    reductions: dict[Spot, str] = field(default_factory=dict)
 
     @staticmethod
     def of_all(paths: "Sequence[Traits]") -> "Traits":
@@ -283,6 +285,7 @@ class Traits:
             frozenset[tuple[str, frozenset[str]]]().union(*(each.promises for each in paths)),
             paths[0].drawn if len(paths) == 1 else (),
             max(each.untraced for each in paths),
+            {spot: op for each in paths for spot, op in each.reductions.items()},
         )
 
 

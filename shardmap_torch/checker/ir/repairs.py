@@ -45,8 +45,10 @@ class Spot:
     name: str
 
     def __str__(self) -> str:
-        """Formats it as `matmul at model.py:12`."""
-        return f"{self.name} at {self.site.place}"
+        """Formats it as `matmul at model.py:12`, with its column where a line has several."""
+        start = [*self.code.co_positions()][self.at // 2][2]
+        several = start is not None and self.site.source.count(f"{self.name}(") > 1
+        return f"{self.name} at {self.site.place}" + f", column {(start or 0) + 1}" * several
 
 
 _PUBLIC: Final = ("shardmap_torch.ops.", "shardmap_torch.lax")
@@ -133,6 +135,7 @@ class Repair:
 
     Attributes:
         text: what to write.
+        in_specs: for the position of an input, another spec.
         replicate: for the position of an input, an axis to name in its `replicate=`.
         gradients: for the line where the body takes gradients, how they are reduced before use.
         collectives: for a call of a collective, its replacement, or None to leave it out.
@@ -142,9 +145,11 @@ class Repair:
         exits: for the position of a result, what to apply to it before it is returned.
         losses: for the line where the body takes gradients, what to apply to the loss before.
         out_specs: for the position of a result, another spec.
+        keeps_op: whether `collectives` change an argument only, and a call keeps its `op=`.
     """
 
     text: str
+    in_specs: Mapping[int, P] = field(default_factory=dict)
     replicate: Mapping[int, str] = field(default_factory=dict)
     gradients: Mapping[Site | None, Insert] = field(default_factory=dict)
     collectives: Mapping[Spot | None, Collective | None] = field(default_factory=dict)
@@ -153,12 +158,12 @@ class Repair:
     exits: Mapping[int, Sequence[Insert]] = field(default_factory=dict)
     losses: Mapping[Site | None, Insert] = field(default_factory=dict)
     out_specs: Mapping[int, P] = field(default_factory=dict)
+    keeps_op: bool = False
 
     def op_at(self, spot: Spot | None, own: str) -> str:
         """Returns the op of a reduction; that of one which is replaced divides nothing."""
-        if spot in self.collectives and own == "mean":
-            return "sum"
-        return self.ops.get(spot, own)
+        replaced = spot in self.collectives and own == "mean" and not self.keeps_op
+        return self.ops.get(spot, "sum" if replaced else own)
 
 
 NONE: Final = Repair("")
@@ -188,6 +193,7 @@ class Rejection:
         closure: the closed-over tensor that would have to be an argument.
         takes_gradients: whether the body has taken gradients by itself before.
         may_be_addend: whether it is right if an equal gradient is the n-th part of one device's.
+        inputs: positions of the inputs that it is about, the nearest first.
         proposals: repairs that could be tried, the likeliest first.
         tried: the one that passed, and which the message names.
         refuted: what random numbers have found to differ from one device.
@@ -198,6 +204,7 @@ class Rejection:
     closure: Tensor | None = None
     takes_gradients: bool = False
     may_be_addend: bool = False
+    inputs: tuple[int, ...] = ()
     proposals: tuple[Repair, ...] = ()
     tried: Repair | None = None
     refuted: str = ""
@@ -225,15 +232,20 @@ def rejected(
     return error
 
 
-def propose(error: ShardTypeError, repairs: Iterable[Repair]) -> None:
-    """Adds repairs to those that could be tried."""
-    rejection_of(error).proposals += tuple(repairs)
+def propose(error: ShardTypeError, repairs: Iterable[Repair], first: bool = False) -> None:
+    """Adds repairs to those that could be tried, after those that are known or before them."""
+    known, more = rejection_of(error).proposals, tuple(repairs)
+    rejection_of(error).proposals = (*more, *known) if first else (*known, *more)
+
+
+TRIED: Final = "Tried, and accepted also by check='global': "
+"""The start of the line that names a repair which was tried."""
 
 
 def with_tried(error: ShardTypeError, repair: Repair | None, is_compared: bool) -> None:
     """Adds to an error the repair that passed, and whether numbers were compared with it."""
     if repair is not None:
-        lines = [str(error), f"Tried, and accepted also by check='global': {repair.text}"]
+        lines = [str(error), f"{TRIED}{repair.text}"]
         lines += ["  with the results and gradients of one device, by numbers"] * is_compared
         error.args = ("\n".join(lines),)
     rejection_of(error).tried = repair

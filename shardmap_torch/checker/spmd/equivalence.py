@@ -50,7 +50,8 @@ from shardmap_torch.collectives.moves import EXTREMA
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.autograd_state import grad_mode, running_backward
 from shardmap_torch.core.functorch import dims_of
-from shardmap_torch.core.source_location import call_site, definition_of
+from shardmap_torch.core.source_location import call_site, definition_of, user_call
+from shardmap_torch.core.source_text import call_text
 from shardmap_torch.core.torch_private.engine import OpOverload, disable_current_modes
 from shardmap_torch.errors import ShardTypeError, show_shape
 from shardmap_torch.spec import P
@@ -197,7 +198,10 @@ class Relation(Observer):
 
     def on_region_start(self, name: str, inputs: Sequence[Tensor], specs: Sequence[P]) -> None:
         """Requires that the arguments of per-rank code are sharded as it declares."""
-        with self._judged(f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
+        found = user_call()
+        is_layer = found is not None and found[1].f_code.co_name != "region"
+        what = call_text(found[0]).partition("(")[0] if found is not None and is_layer else ""
+        with self._judged(what or f"{REGION} {name}", [("argument", x) for x in inputs]) as live:
             if live:
                 if any(dims_of(x)[1] for x in inputs):
                     raise UnrelatedError("its types say nothing about what a vmap batches")

@@ -24,8 +24,15 @@ from shardmap_torch.checker.ir.repairs import is_divided
 from shardmap_torch.checker.rules.infer import Types, draws, is_factor, named_tensors, type_results
 from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
 from shardmap_torch.checker.rules.rule import overloads
-from shardmap_torch.checker.spmd.layout import ANY, Shape, ShardedTensor, UnrelatedError, fitted
-from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DRAWN, PER_RANK, SHARD
+from shardmap_torch.checker.spmd.layout import (
+    ANY,
+    Shape,
+    ShardedTensor,
+    UnrelatedError,
+    fitted,
+    numbers_of_shards,
+)
+from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DIVIDED, DRAWN, PER_RANK, SHARD
 from shardmap_torch.checker.spmd.ops.aten_rules import DRAW, propagate
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.ops.reductions import carried
@@ -40,6 +47,7 @@ from shardmap_torch.checker.spmd.sharded import (
 )
 from shardmap_torch.checker.spmd.state import Notes
 from shardmap_torch.checker.spmd.sums import (
+    DIVIDING,
     NO_AXES,
     ONE,
     Sums,
@@ -47,6 +55,7 @@ from shardmap_torch.checker.spmd.sums import (
     factor_of,
     reject_scaled,
 )
+from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.types import K, Partial, V, Z
 
@@ -105,10 +114,7 @@ class Operations:
         self._reject_hidden_writes(call, step)
         summed = self._summed(call)
         if factor != 1:
-            here, there = call.arguments[name], event.arguments[name]
-            numbers = f"whose argument {name} is {here} on a rank and {there} on one device,"
-            cause = AVERAGED if is_divided() else f"{messages.friendly(op)}, {numbers}"
-            summed = summed.scaled(factor, NO_AXES, self.at(cause))
+            summed = summed.scaled(factor, NO_AXES, self._cause(call, name))
         special = positions or self._overwrite(call, step.arguments)
         layouts = special or propagate(step)
         if op in IGNORING and any(sharded.means for sharded in layouts):
@@ -123,6 +129,28 @@ class Operations:
                 known[key] = self._laid_out(call, result, shape, sharded, summed, extrema)
             self._finish(call, result, number, *known[key])
         return layouts if factor == 1 and special is None else None
+
+    def _cause(self, call: PairedCall, name: str) -> str:
+        """Says what makes a result a multiple of that on one device, by an argument."""
+        here, there = call.arguments[name], call.event.arguments[name]
+        if is_divided():
+            return self.at(AVERAGED)
+        if call.op in DIVIDING and there == 1 and here in numbers_of_shards(self._notes.sizes):
+            mean = self._mean_before(call.tensors[0])
+            twice = f", the second mean after {AVERAGED} at {mean}" if mean else ""
+            return self.at(f"{DIVIDED}, {here},") + twice
+        numbers = f"whose argument {name} is {here} on a rank and {there} on one device,"
+        return self.at(f"{messages.friendly(call.op)}, {numbers}")
+
+    def _mean_before(self, x: Tensor) -> Site | None:
+        """Returns the line of the mean over ranks from which a value comes by a few steps."""
+        means = {spot for spot, op in self._interpreter.traits.reductions.items() if op == "mean"}
+        made = self._interpreter.storage_type(x).made
+        for _ in range(6):
+            if made is None or made.spot in means:
+                return None if made is None else made.site
+            made = made.operands[0].storage_type.made if made.operands else None
+        return None
 
     def _step(self, call: PairedCall, function: Any, scaling: str) -> Step:
         """Returns the operation on layouts; the argument `scaling` may differ in both programs."""

@@ -84,8 +84,8 @@ def reject_scaled(sums: Sums) -> None:
     raise UnrelatedError(*multiple(sums.scale, sums.cause, axis, axis in sums.partial))
 
 
-_DIVIDED: Final = overloads("div.Tensor div.Scalar div_.Tensor div_.Scalar")
-_SCALING: Final = overloads("mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar") + _DIVIDED
+DIVIDING: Final = overloads("div.Tensor div.Scalar div_.Tensor div_.Scalar")
+_SCALING: Final = overloads("mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar") + DIVIDING
 
 _FACTORS: Final = {
     **dict.fromkeys(_SCALING, "other"),
@@ -120,7 +120,7 @@ def _ratio(op: OpOverload, by: Any, there: Any) -> Fraction | None:
     if by == there:
         return ONE
     ratio = Fraction(by) / Fraction(there)
-    if op in _DIVIDED:
+    if op in DIVIDING:
         ratio = 1 / ratio
     # 1 / 3 in floating point is no third.
     simple = ratio.limit_denominator(_LARGEST)

@@ -271,6 +271,7 @@ def _propose(
 ) -> None:
     """Proposes other reductions, or what gives results the layouts that their specs promise."""
     interpreter, exits = made.interpreter, dict[int, Sequence[Insert]]()
+    proposals.blame_inputs(interpreter, error, [result.leaves[at] for at in wrong])
     for position in wrong:
         value, spec = result.leaves[position], result.match.spec(position)
         state, own = proposals.state(interpreter, value)

@@ -1,6 +1,6 @@
 """The verdict on a call: all paths through its body, merged, and repairs if one is rejected."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,22 +24,27 @@ from shardmap_torch.checker.ir.program import (
     Where,
 )
 from shardmap_torch.checker.ir.repairs import (
-    FIRST,
     NONE,
     Repair,
     rejection_of,
     shortened,
-    with_tried,
 )
 from shardmap_torch.checker.ir.sizes import EXACT, Sizes
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.verify.path import verify_path
+from shardmap_torch.checker.verify.repairing import (
+    Confirm,
+    find_repair,
+    note_spec,
+    proven_alone,
+    replicated,
+)
 from shardmap_torch.checker.verify.request import Observe, Reading, Request, Strictness
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import functorch
-from shardmap_torch.errors import CollectiveError, ShardTypeError
+from shardmap_torch.errors import CollectiveError, LayerError, ShardTypeError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.report.page import Page, Shown, Table
 from shardmap_torch.spec import P
@@ -81,14 +86,7 @@ def with_replicate(call: Call, where: frozenset[Where]) -> Match:
     """Returns the match of the arguments with these axes named in `replicate=`."""
     specs = list(call.match.specs)
     for position, axis in where:
-        spec = specs[position]
-        assert spec is not None  # what has a gradient crosses
-        specs[position] = P(
-            *spec.entries,
-            replicate=spec.replicate | {axis},
-            invariant=spec.invariant - {axis},
-            partial=spec.partial,
-        )
+        specs[position] = replicated(specs[position], axis)
     return Match(call.match.paths, tuple(specs), call.match.crossing)
 
 
@@ -152,95 +150,6 @@ def _conflict(
         text += [f"  {line}", *(f"  {each}" for each in format_branches(outcome.program.branches))]
     text.append("Fix: give them one type before they leave the branch, or use torch.where.")
     return ShardTypeError("\n".join(text))
-
-
-Attempt = Callable[[Call, Repair, Strictness], "Verdict"]
-"""Checks a call with a repair."""
-
-Confirm = Callable[[Call, Repair, "Verdict"], bool | None]
-"""Returns whether a call with a repair has the results and gradients of one device, by numbers.
-
-It has been accepted with this verdict. None if random numbers cannot tell.
-"""
-
-_TRIES: Final = 8
-"""Maximal number of repairs that are tried: each costs as much as the check itself."""
-
-
-def find_repair(
-    call: Call,
-    error: ShardTypeError,
-    strictness: Strictness,
-    attempt: Attempt,
-    confirm: Confirm,
-) -> tuple[Repair | None, bool]:
-    """Returns the first proposed repair with which a call is accepted, under global strictness too.
-
-    With it, whether results and gradients were compared with one device by numbers. Well-typed is
-    not enough: a sum of updated weights is that, and another program on one device.
-    """
-    known: set[str] = set()
-    for proposed in _proposals(call, error, strictness, attempt) if _TRIES else ():
-        following = [proposed]
-        while following:
-            repair = following.pop(0)
-            if repair.text in known:
-                continue
-            if len(known) >= _TRIES:
-                return None, False
-            known.add(repair.text)
-            found = _with(call, repair, strictness, attempt)
-            if isinstance(found, Verdict) and strictness != "global":
-                found = _with(call, repair, "global", attempt)
-            if isinstance(found, ShardTypeError):
-                following += _rescaled(repair, found)
-                continue
-            is_equal = confirm(call, repair, found)
-            if is_equal is not False:
-                return repair, is_equal is True
-    return None, False
-
-
-def _rescaled(repair: Repair, failed: ShardTypeError) -> list[Repair]:
-    """Returns a repair after which values are multiples of what they should be, with other ops.
-
-    A sum of counts that divide, say, is right with op="sum" in place of the mean of the quotients.
-    """
-    ops = [each for each in rejection_of(failed).proposals if each.ops]
-    return [
-        replace(repair, text=f"{repair.text}, and {each.text}", ops={**repair.ops, **each.ops})
-        for each in ops
-        if not repair.ops
-    ]
-
-
-def _proposals(
-    call: Call, error: ShardTypeError, strictness: Strictness, attempt: Attempt
-) -> Iterator[Repair]:
-    """Yields what was proposed with an error, and then with that of global strictness.
-
-    Only the latter knows how values are sharded, as whoever gathers them has to.
-    """
-    yield from rejection_of(error).proposals
-    stricter = None if strictness == "global" else _with(call, NONE, "global", attempt)
-    found = rejection_of(stricter).proposals if isinstance(stricter, ShardTypeError) else ()
-    # A rank's index is 0 on one device only, which a local error does not speak of.
-    yield from (each for each in found if FIRST not in each.operands.values())
-
-
-def _with(
-    call: Call, repair: Repair, strictness: Strictness, attempt: Attempt
-) -> "Verdict | ShardTypeError":
-    """Returns the verdict with a repair, or the error that remains."""
-    if not set(repair.replicate.values()) <= set(call.mapped):
-        return ShardTypeError(f"{call.name}: specs cannot name axes that inner functions bind.")
-    match = with_replicate(call, frozenset(repair.replicate.items()))
-    try:
-        return attempt(replace(call, match=match), repair, strictness)
-    except ShardTypeError as error:
-        return error
-    except Exception as problem:  # the body's own, on shapes that the repair has changed, say
-        return ShardTypeError(f"{call.name}: {problem}")
 
 
 Casts = tuple[Collective, ...]
@@ -351,7 +260,7 @@ def verify(
     call: Call,
     strictness: Strictness,
     otherwise: Otherwise | None = None,
-    confirm: Confirm | None = lambda *_: None,
+    confirm: Confirm | None = proven_alone,
 ) -> Verdict:
     """Interprets the body on fakes and its derived backward.
 
@@ -371,6 +280,10 @@ def verify(
         return verify(call, strictness, otherwise, confirm)
     except ShardTypeError as error:
         return _verify_otherwise(call, strictness, error, otherwise, confirm)
+    except (RuntimeError, LayerError) as error:  # of torch, as about shapes
+        if confirm is not None:
+            note_spec(call, error, strictness, attempt, confirm)
+        raise
 
 
 def _verify_otherwise(
@@ -405,7 +318,7 @@ def _verify_otherwise(
     is_step = step is None and takes_gradients
     tried_on = replace(call, leaves=detached(call)) if is_step else call
     if confirm is not None:
-        with_tried(error, *find_repair(tried_on, error, strictness, attempt, confirm))
+        error = find_repair(tried_on, error, strictness, attempt, confirm)
     refusal = shortened(error)
     if step is None:
         raise refusal from None

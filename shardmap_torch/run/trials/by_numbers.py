@@ -21,17 +21,19 @@ from torch import Tensor
 from shardmap_torch.backends.threads import thread_state
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
+from shardmap_torch.checker.interpreter.proposals import other_ops
 from shardmap_torch.checker.ir.program import Equation
-from shardmap_torch.checker.ir.repairs import NONE, Repair, rejection_of
+from shardmap_torch.checker.ir.repairs import NONE, Repair, propose, rejection_of
 from shardmap_torch.checker.rules.infer import is_real
+from shardmap_torch.checker.spmd.ops.advice import PER_RANK
 from shardmap_torch.checker.spmd.sharded import MICROBATCHES
+from shardmap_torch.checker.verify.repairing import with_specs
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import (
     Verdict,
     attempt,
     detached,
     verify,
-    with_replicate,
 )
 from shardmap_torch.core.ambient import SILENT
 from shardmap_torch.core.caching import Memo
@@ -63,7 +65,9 @@ _LARGE: Final = (
 )
 
 
-def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Verdict | None:
+def by_numbers(
+    call: Call, strictness: Strictness, error: ShardTypeError, repair: Repair = NONE
+) -> Verdict | None:
     """Returns a verdict on a body that layouts do not prove, if random numbers bear it out.
 
     Adds to the error why they do not.
@@ -72,16 +76,17 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
         call: the call.
         strictness: that which was asked for.
         error: why its steps are not those of one device.
+        repair: what is changed of the body.
 
     Raises:
         ShardTypeError: the ranks compute something else.
     """
     compared = _compared(call.mesh, strictness)
-    typed = _well_typed(call)
+    typed = _well_typed(call, repair)
     if typed is None:
         return None
     promised = frozenset(axis for _, named in typed.traits.promises for axis in named)
-    axes, proven, others = _split(call, compared, typed.traits.asks | promised)
+    axes, proven, others = _split(call, compared, typed.traits.asks | promised, repair)
     if proven is None:
         return None
     over = ", ".join(repr(axis) for axis in call.mesh.axis_names if axis in axes)
@@ -89,19 +94,11 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     lines = [f"  {e.name}  # {e.site}" for e in sending] or [f"  {_reason(error)}"]
     lines = list(dict.fromkeys(lines))[:_SHOWN]
     try:
-        comparison = _compare(call, proven, frozenset(call.mesh.axis_names) - compared, axes, typed)
+        alone = frozenset(call.mesh.axis_names) - compared
+        comparison = _compare(call, proven, alone, axes, typed, repair=repair)
     except RefutedError as refuted:
-        rejection_of(error).refuted = f"{refuted}"
-        sent = {axis for e in sending if e.collective for axis in e.collective.axes}
-        plain = [axis for axis in others if axis not in sent]
-        for axis in plain if sending else ():
-            _note(error, f"Over {axis!r} alone: {_reason(others[axis])}")
-        if plain or not sending:  # the step that is another one says more
-            if MICROBATCHES in f"{error}":  # but for one that a right program may have as well
-                _note(error, _ELSEWHERE_WRONG.format(over, refuted))
-            return None
-        if "local_region" not in str(error):  # it tells more
-            _note(error, f"Tried with numbers over {over} as well: {refuted}.")
+        told = _refuted(error, f"{refuted}", typed, over, others, sending)
+        if told:
             return None
         raise _refuting(_REFUTED, call, over, refuted, lines) from None
     except _UncheckedError:  # which is what the error is about
@@ -117,8 +114,36 @@ def by_numbers(call: Call, strictness: Strictness, error: ShardTypeError) -> Ver
     )
 
 
+def _refuted(
+    error: ShardTypeError,
+    refuted: str,
+    typed: Verdict,
+    over: str,
+    others: Mapping[str, Exception],
+    sending: Sequence[Equation],
+) -> bool:
+    """Adds to an error about a step what numbers refute; returns whether it says more than they."""
+    rejection_of(error).refuted = refuted
+    if "times as much" in refuted:
+        propose(error, other_ops(typed.traits.reductions, ["sum", "mean"]), first=True)
+    sent = {axis for e in sending if e.collective for axis in e.collective.axes}
+    plain = [axis for axis in others if axis not in sent]
+    for axis in plain if sending else ():
+        _note(error, f"Over {axis!r} alone: {_reason(others[axis])}")
+    if plain or not sending:  # the step that is another one says more
+        # But for one that a right program may have as well.
+        if any(advice in f"{error}" for advice in (MICROBATCHES, PER_RANK)):
+            error.args = (f"{error}".replace(f"\nFix: {PER_RANK}", ""),)
+            _note(error, _ELSEWHERE_WRONG.format(over, refuted))
+        return True
+    if "local_region" not in str(error):  # it tells more
+        _note(error, f"Tried with numbers over {over} as well: {refuted}.")
+        return True
+    return False
+
+
 def _split(
-    call: Call, compared: Axes, asks: Axes
+    call: Call, compared: Axes, asks: Axes, repair: Repair
 ) -> tuple[Axes, Verdict | None, Mapping[str, Exception]]:
     """Returns the axes over which layouts prove nothing, a proof over the others, and errors.
 
@@ -128,19 +153,21 @@ def _split(
     proofs: dict[Axes, Verdict] = {}
     for axis in sorted(compared) if len(compared) > 1 else ():
         try:
-            proofs[frozenset({axis})] = attempt(call, NONE, frozenset({axis}))
+            proofs[frozenset({axis})] = attempt(call, repair, frozenset({axis}))
         except Exception as error:  # of the user's code too, on one device
             errors[axis] = error
     axes = (frozenset(errors) | asks) & compared or compared
-    proven = proofs.get(compared - axes) or _proven(call, compared - axes)
+    proven = proofs.get(compared - axes) or _proven(call, compared - axes, repair)
     if proven is None and axes != compared:  # the axes depend on one another
-        axes, proven = compared, _proven(call, Axes())
+        axes, proven = compared, _proven(call, Axes(), repair)
     return axes, proven, errors
 
 
-def _proven(call: Call, axes: Axes) -> Verdict | None:
+def _proven(call: Call, axes: Axes, repair: Repair) -> Verdict | None:
     try:
-        return verify(call, axes or "local")
+        return (
+            attempt(call, repair, axes or "local") if repair.text else verify(call, axes or "local")
+        )
     except Exception:  # of the user's code too, behind the first error
         return None
 
@@ -180,15 +207,21 @@ def keep_promises(call: Call, strictness: Strictness, proven: Verdict) -> Verdic
     return replace(proven, tried="\n".join([comparison.report(over, call), *lines]))
 
 
-def confirm(call: Call, repair: Repair, accepted: Verdict) -> bool | None:
+def confirm(call: Call, repair: Repair, found: Verdict | ShardTypeError) -> bool | None:
     """Returns whether a repaired call has the results and gradients of one device, by numbers.
 
-    Layouts have `accepted` it. None if numbers cannot tell, and no Function of the user's makes up
-    gradients.
+    Layouts have accepted it with this verdict, or do not prove it. None if numbers cannot tell, and
+    no Function of the user's makes up gradients.
     """
+    repaired = with_specs(call, repair)
+    if isinstance(found, ShardTypeError):
+        try:
+            return by_numbers(repaired, "global", found, repair) is not None
+        except ShardTypeError:
+            return False
+    accepted = found
     axes, drawn = frozenset(call.mesh.axis_names), accepted.traits.drawn
     try:
-        repaired = replace(call, match=with_replicate(call, frozenset(repair.replicate.items())))
         _compare(repaired, accepted, Axes(), axes, accepted, drawn, repair)
     except RefutedError:
         return False
@@ -255,11 +288,11 @@ def _sending(typed: Verdict, compared: Axes) -> list[Equation]:
     return sending or stacking
 
 
-def _well_typed(call: Call) -> Verdict | None:
+def _well_typed(call: Call, repair: Repair = NONE) -> Verdict | None:
     """Returns a local verdict, also on a step whose results are not differentiated."""
     for leaves in (call.leaves, detached(call)):
         try:
-            return attempt(replace(call, leaves=leaves), NONE, "local")
+            return attempt(replace(call, leaves=leaves), repair, "local")
         except Exception:  # of the user's code too; what is shown is the first error
             continue
     return None

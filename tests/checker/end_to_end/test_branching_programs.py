@@ -32,7 +32,7 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing
 from shardmap_torch.mesh import Strategy
 from tests.checker.support.differentiable import differentiable
 
@@ -110,7 +110,7 @@ class Program:
 @pytest.fixture(autouse=True)
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads the repairs of what is refused."""
-    monkeypatch.setattr(verdict, "_TRIES", 0)
+    monkeypatch.setattr(repairing, "_TRIES", 0)
 
 
 def inputs(seed: int) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing
 from tests.checker.support import daily_attention, daily_losses, daily_models, daily_steps
 from tests.checker.support.daily import DP, TP0, N, Program, add_tp, mean, to_r, total
 from tests.checker.support.one_device import numbers
@@ -160,7 +160,7 @@ REFUSED: Final[dict[str, tuple[Any, tuple[Any, Any], P, str]]] = {
 def test_what_is_refused_though_it_is_right_is_listed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "_TRIES", 0)  # nobody reads the repairs
+    monkeypatch.setattr(repairing, "_TRIES", 0)  # nobody reads the repairs
     body, (args, in_specs), out_specs, text = REFUSED[name]
     mapped = shard_map(body, mesh=RANKS, in_specs=in_specs, out_specs=out_specs, check="global")
     with pytest.raises(ShardTypeError, match=text):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import I, P, ShardTypeError, all_reduce, make_mesh, shard_map
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing
 
 ADVICE: Final[dict[str, tuple[Callable[[Tensor], Any], str]]] = {
     "bincount": (
@@ -32,7 +32,7 @@ ADVICE: Final[dict[str, tuple[Callable[[Tensor], Any], str]]] = {
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_the_advice_suits_what_reads_the_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "_TRIES", 0)
+    monkeypatch.setattr(repairing, "_TRIES", 0)
     body, advice = ADVICE[name]
     mesh = make_mesh((2,), ("a",), kind="simulated")
     with pytest.raises(ShardTypeError) as caught:

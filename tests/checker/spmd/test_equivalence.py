@@ -30,7 +30,7 @@ from shardmap_torch import (
     shard_map,
     typeof,
 )
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing
 from tests.checker.support.accepted import RANKS, accepted
 from tests.checker.support.other_programs import (
     ARGS,
@@ -117,7 +117,7 @@ def test_rejects_what_is_another_program_on_one_device(
     body: Body, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Local strictness accepts it."""
-    monkeypatch.setattr(verdict, "_TRIES", 2)
+    monkeypatch.setattr(repairing, "_TRIES", 2)
     check_program(mapped(body, P("dp"), check="local"), *ARGS)
     with pytest.raises(ShardTypeError) as caught:
         check_program(mapped(body, P("dp")), *ARGS)

@@ -25,7 +25,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.checker.interpreter.interpreter import current_interpreter
 from shardmap_torch.checker.rules.infer import Types
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing
 from shardmap_torch.types import AxisType, K, Z
 from tests.checker.support.communicate import CONVERSIONS, Communication
 from tests.checker.support.differentiable import differentiable
@@ -133,7 +133,7 @@ def judged(program: Program, shape: Sequence[int]) -> tuple[Notes | None, str]:
     """Returns what the checker notes of a program, or why it is refused. No repairs are tried."""
     mesh, notes = abstract(shape), Notes()
     try:
-        with patch.object(verdict, "_TRIES", 0), differentiable():
+        with patch.object(repairing, "_TRIES", 0), differentiable():
             check_program(program.mapped(mesh, notes, program.closures()), *program.inputs(mesh))
     except ShardTypeError as error:
         return None, str(error)
@@ -178,7 +178,7 @@ def simulated(program: Program, shape: Sequence[int], strategy: Any) -> Outcome:
     """Computes the program on the mesh."""
     mesh = make_mesh(shape, program.axes, kind="simulated", simulate=strategy)
     xs, closures = program.inputs(mesh), program.closures()
-    with patch.object(verdict, "_TRIES", 0), differentiable():
+    with patch.object(repairing, "_TRIES", 0), differentiable():
         ys = program.mapped(mesh, Notes(), closures)(*xs)
     leaves = [*(x for x in xs if x.requires_grad), *closures]
     gradients = differentiated(ys, leaves)

@@ -32,7 +32,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.ir.repairs import Repair, rejection_of
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing, verdict
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.tree import unflatten
 from shardmap_torch.run import checked
@@ -47,7 +47,7 @@ from tests.checker.support import (
 from tests.checker.support.classes import backwards, hooks, training
 from tests.checker.support.repaired import outcome
 
-_TRIES: Final = verdict._TRIES
+_TRIES: Final = repairing._TRIES
 RIGHT: Final = "right"
 WRONG: Final = "wrong"
 REFUSED: Final = "refused"
@@ -70,7 +70,7 @@ def rejections_of(run: Callable[[], object]) -> list[Rejection]:
 
     def recorded(call: Call, strictness: Any) -> Verdict:
         try:
-            with mock.patch.object(verdict, "_TRIES", _TRIES):  # generators of programs try none
+            with mock.patch.object(repairing, "_TRIES", _TRIES):  # generators of programs try none
                 found_right = verify(call, strictness)
         except ShardTypeError as error:
             found.append(Rejection(call, error, strictness))

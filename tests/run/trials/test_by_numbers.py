@@ -30,7 +30,7 @@ from shardmap_torch import (
     shift,
     value_and_grad,
 )
-from shardmap_torch.checker.verify import verdict
+from shardmap_torch.checker.verify import repairing
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.run.trials import by_numbers
 from tests.programs.support.everywhere import run_on
@@ -683,9 +683,9 @@ def test_each_size_is_tried_by_itself() -> None:
     tried = []
     own = by_numbers._compare
 
-    def compare(*args: Any) -> Any:
+    def compare(*args: Any, **options: Any) -> Any:
         tried.append(args[0].leaves[0].shape[0])
-        return own(*args)
+        return own(*args, **options)
 
     def run(rows: int) -> None:
         f(torch.randn(rows, 4), W)
@@ -732,7 +732,7 @@ def test_the_error_of_what_cannot_be_tried_reads() -> None:
 
     mesh = make_mesh((2,), ("cp",), kind="simulated")
     f = shard_map(rounded, mesh=mesh, in_specs=P("cp"), out_specs=P("cp"), check="global")
-    with mock.patch.object(verdict, "_TRIES", 0), pytest.raises(ShardTypeError) as caught:
+    with mock.patch.object(repairing, "_TRIES", 0), pytest.raises(ShardTypeError) as caught:
         f(torch.ones(4))
     line = rounded.__code__.co_firstlineno + 1
     moves, rounds = (f"at test_by_numbers.py:{line + later}: " for later in (0, 1))

@@ -85,6 +85,9 @@ def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
 AVERAGED: Final = "op='mean'"
 """The start of the cause of a factor that comes from a mean over the ranks."""
 
+DIVIDED: Final = "a division by the number of ranks"
+"""The start of the cause of a factor that comes from such a division."""
+
 COPIES: Final = "a sum of what every rank has"
 """The start of the cause of a factor that comes from equal values on the ranks."""
 
@@ -111,6 +114,8 @@ def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[
         return f"{told}, of what is to be added up", fix
     if cause.startswith(COPIES):
         return told, "leave out the all_reduce, or add up the numbers of each rank's own part."
+    if cause.startswith(DIVIDED):
+        return told, "leave that division out: what it divides is that of one device already."
     return told, NUMBER
 
 

@@ -1,0 +1,218 @@
+"""Searches for the repair that is printed with an error: changes of the program, tried in turn."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice, zip_longest
+from typing import TYPE_CHECKING, Final
+
+from shardmap_torch.boundary.call import Call
+from shardmap_torch.boundary.matching import Match
+from shardmap_torch.checker.ir.repairs import FIRST, NONE, TRIED, Repair, rejection_of, with_tried
+from shardmap_torch.checker.verify.request import Strictness
+from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.spec import Entry, P, mismatches
+
+if TYPE_CHECKING:  # what gives verdicts searches for repairs
+    from shardmap_torch.checker.verify.verdict import Verdict
+
+Attempt = Callable[[Call, Repair, Strictness], "Verdict"]
+"""Checks a call with a repair."""
+
+Confirm = Callable[[Call, Repair, "Verdict | ShardTypeError"], bool | None]
+"""Returns whether a call with a repair has the results and gradients of one device, by numbers.
+
+It has been accepted with this verdict, or layouts do not prove it, for this reason. None if random
+numbers cannot tell.
+"""
+
+
+def proven_alone(call: Call, repair: Repair, found: "Verdict | ShardTypeError") -> bool | None:
+    """Confirms what layouts prove, and nothing else."""
+    return False if isinstance(found, ShardTypeError) else None
+
+
+_TRIES: Final = 8
+"""Maximal number of repairs that are tried: each costs as much as the check itself."""
+
+_SPECS: Final = 6
+"""Maximal number of other specs that are tried after these, and for one input."""
+
+
+_NUMBERS: Final = 3
+"""Maximal number of these that are tried by random numbers, where layouts prove nothing."""
+
+
+def find_repair(
+    call: Call, error: ShardTypeError, strictness: Strictness, attempt: Attempt, confirm: Confirm
+) -> ShardTypeError:
+    """Returns the error with the first proposed repair with which a call is accepted, if one is.
+
+    Under global strictness too: well-typed is not enough, as a sum of updated weights is that, and
+    another program on one device. It is the error of the other strictness if that has the repair.
+    """
+    return _Search(call, error, strictness, attempt, confirm).result() if _TRIES else error
+
+
+def note_spec(
+    call: Call, error: Exception, strictness: Strictness, attempt: Attempt, confirm: Confirm
+) -> None:
+    """Adds to an error of the body's own, as about shapes, the spec with which there is none.
+
+    Inputs are tried first that are sharded otherwise than others of their sizes.
+    """
+
+    def differs(position: int) -> bool:
+        x, own = call.leaves[position], call.match.spec(position)
+        return any(
+            call.leaves[other].shape[:1] == x.shape[:1] and call.match.spec(other) != own
+            for other in call.crossing
+        )
+
+    search = _Search(call, ShardTypeError(""), strictness, attempt, confirm)
+    inputs = sorted(call.crossing, key=differs, reverse=True)
+    for repair in islice(other_specs(call, inputs), _SPECS if _TRIES else 0):
+        if search.is_equal(repair, search.checked(repair)) is not False:
+            error.add_note(f"{TRIED}{repair.text}")
+            return
+
+
+@dataclass
+class _Search:
+    """What is searched, and the number of repairs that random numbers may still decide about."""
+
+    call: Call
+    error: ShardTypeError
+    strictness: Strictness
+    attempt: Attempt
+    confirm: Confirm
+    numbers: int = 0
+
+    def result(self) -> ShardTypeError:
+        """Returns the error to show."""
+        is_local, known = self.strictness == "local", set[str]()
+        self.numbers = _NUMBERS if is_local or rejection_of(self.error).refuted else 0
+        for error, repairs, count in self._proposals():
+            waiting, last = [*repairs], len(known) + count
+            while waiting and len(known) < last:
+                repair = waiting.pop(0)
+                if repair.text in known:
+                    continue
+                known.add(repair.text)
+                found = self.checked(repair)
+                is_equal = self.is_equal(repair, found)
+                if is_equal is not False:
+                    with_tried(error, repair, is_equal is True)
+                    return error
+                if isinstance(found, ShardTypeError):
+                    waiting[:0] = _rescaled(repair, found)
+        return self.error
+
+    def _proposals(self) -> Iterator[tuple[ShardTypeError, Sequence[Repair], int]]:
+        """Yields errors, what they propose, and how many of that are tried.
+
+        Only global strictness knows how values are sharded, as whoever gathers them has to; and
+        where its layouts end, what is wrong may be an error about types that is behind them.
+        """
+        own = rejection_of(self.error)
+        yield self.error, own.proposals, _TRIES
+        strictness: Strictness = "global" if self.strictness == "local" else "local"
+        other = self._attempted(NONE, strictness)
+        inputs = own.inputs
+        if isinstance(other, ShardTypeError):
+            self.numbers = self.numbers or _NUMBERS
+            found, inputs = rejection_of(other).proposals, inputs + rejection_of(other).inputs
+            # A rank's index is 0 on one device only, which a local error does not speak of.
+            repairs = [each for each in found if FIRST not in each.operands.values()]
+            yield self.error if strictness == "global" else other, repairs, _TRIES
+        yield self.error, [*other_specs(self.call, dict.fromkeys(inputs))], _SPECS
+
+    def is_equal(self, repair: Repair, found: "Verdict | ShardTypeError") -> bool | None:
+        if isinstance(found, ShardTypeError):
+            # What layouts do not prove, and types allow.
+            if not self.numbers or isinstance(self._attempted(repair, "local"), ShardTypeError):
+                return False
+            self.numbers -= 1
+        return self.confirm(self.call, repair, found)
+
+    def checked(self, repair: Repair) -> "Verdict | ShardTypeError":
+        """Returns the verdict with a repair, or the error that remains."""
+        found = self._attempted(repair, self.strictness)
+        if not isinstance(found, ShardTypeError) and self.strictness != "global":
+            found = self._attempted(repair, "global")
+        return found
+
+    def _attempted(self, repair: Repair, strictness: Strictness) -> "Verdict | ShardTypeError":
+        call = self.call
+        if not set(repair.replicate.values()) <= set(call.mapped):
+            return ShardTypeError(f"{call.name}: specs cannot name axes that inner functions bind.")
+        try:
+            return self.attempt(with_specs(call, repair), repair, strictness)
+        except ShardTypeError as error:
+            return error
+        except Exception as problem:  # the body's own, on shapes that the repair has changed, say
+            return ShardTypeError(f"{call.name}: {problem}")
+
+
+def _rescaled(repair: Repair, failed: ShardTypeError) -> list[Repair]:
+    """Returns a repair after which values are multiples of what they should be, with other ops.
+
+    A sum of counts that divide, say, is right with op="sum" in place of the mean of the quotients.
+    """
+    ops = [each for each in rejection_of(failed).proposals if each.ops]
+    return [
+        replace(repair, text=f"{repair.text}, and {each.text}", ops={**repair.ops, **each.ops})
+        for each in ops
+        if not repair.ops
+    ]
+
+
+# ------------------------------------------------------------------------------ specs of inputs
+
+
+def with_specs(call: Call, repair: Repair) -> Call:
+    """Returns the call with the specs of inputs that a repair says."""
+    specs, match = list(call.match.specs), call.match
+    for position, spec in repair.in_specs.items():
+        specs[position] = spec
+    for position, axis in repair.replicate.items():
+        specs[position] = replicated(specs[position], axis)
+    return replace(call, match=Match(match.paths, tuple(specs), match.crossing))
+
+
+def replicated(spec: P | None, axis: str) -> P:
+    """Returns the spec with an axis named in `replicate=`."""
+    assert spec is not None  # what has a gradient crosses
+    replicate, invariant = spec.replicate | {axis}, spec.invariant - {axis}
+    return P(*spec.entries, replicate=replicate, invariant=invariant, partial=spec.partial)
+
+
+def other_specs(call: Call, inputs: Iterable[int]) -> Iterator[Repair]:
+    """Yields a spec for each of these inputs in turn, what inputs of its sizes have first."""
+    each = [islice(_of(call, position), _SPECS) for position in inputs]
+    return filter(None, chain.from_iterable(zip_longest(*each)))
+
+
+def _of(call: Call, position: int) -> Iterator[Repair]:
+    own, x = call.match.spec(position), call.leaves[position]
+    if own.partial:
+        return
+    plain = [(None,) * dim + (axis,) for dim in range(x.ndim) for axis in call.mapped]
+    for entries in dict.fromkeys([*_entries_of_others(call, position), *plain, ()]):
+        named = {axis for _, axes in P(*entries).sharded_dims for axis in axes}
+        spec = P(*entries, replicate=own.replicate - named, invariant=own.invariant - named)
+        fits = not mismatches(spec, tuple(x.shape), call.mesh.shape)
+        if fits and spec.sharded_dims != own.sharded_dims:
+            text = f"{spec!r} for {call.match.paths[position]} in in_specs"
+            yield Repair(text, in_specs={position: spec})
+
+
+def _entries_of_others(call: Call, position: int) -> list[tuple[Entry, ...]]:
+    """Returns how other inputs are sharded, those first whose sizes are like this one's."""
+    x = call.leaves[position]
+
+    def unlike(other: int) -> tuple[bool, bool]:
+        y = call.leaves[other]
+        return x.shape[:1] != y.shape[:1], x.ndim != y.ndim
+
+    others = [other for other in call.crossing if other != position]
+    return [call.match.spec(other).entries for other in sorted(others, key=unlike)]
