@@ -8,8 +8,10 @@ used only if, at sizes that were checked as they are, it is the same program to 
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf, lcm
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -91,6 +93,28 @@ def values_of(call: Call, captured: CapturedState) -> Mapping[Hashable, tuple[st
     return found
 
 
+def _after(call: Call, verdict: Verdict, carried: int) -> tuple[int, ...]:
+    """Returns the numbers of the next call, in which what has the size of the new cache grows too.
+
+    Such as a mask, whose entries are no numbers that one computes with.
+    """
+    first, results = len(call.leaves) - carried, verdict.result.leaves
+    before, slots = numbers_of(call), slots_of(call)
+    after, steps = [*before], {}
+    for at, slot in enumerate(slots):
+        place = slot.position - first + len(results) - carried
+        if slot.position >= first and slot.num_ranks == 1:
+            known = verdict.outputs.get(place)
+            after[at] = results[place] if slot.dim is None or known is None else known[0][slot.dim]
+            if slot.dim is not None and after[at] != before[at]:
+                steps[after[at]] = after[at] - before[at]
+    for at, slot in enumerate(slots):
+        leaf = call.leaves[slot.position]
+        if slot.position < first and slot.dim is not None and not leaf.is_floating_point():
+            after[at] += steps.get(before[at], 0)
+    return tuple(after)
+
+
 def _integers(call: Call) -> list[int]:
     # A bool is no number that could be another one.
     return [position for position in call.match.static if type(call.leaves[position]) is int]
@@ -125,6 +149,25 @@ class _Family:
     exact: "dict[Numbers, Verdict]" = field(default_factory=dict)
     generals: "list[General]" = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+
+    def derive(
+        self,
+        call: Call,
+        groups: "Sequence[Group]",
+        check: "Check",
+        witnesses: "Mapping[Numbers, Verdict]",
+        exactly: Callable[[], Verdict],
+    ) -> Verdict | None:
+        """Derives a verdict for all sizes and keeps it; returns that on the call, if any."""
+        numbers = numbers_of(call)
+        try:
+            general, verdict = derive(call, self.slots, groups, numbers, check, witnesses, exactly)
+        except Exception as error:  # a body may raise anything where it meets no number
+            self.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            return None
+        del self.generals[: len(self.generals) - _GENERALS + 1]
+        self.generals.append(general)
+        return verdict
 
 
 class History:
@@ -165,16 +208,22 @@ class History:
             return None
 
         witnesses = dict([*family.exact.items()][-_WITNESSES:])
-        try:
-            general, verdict = derive(
-                call, family.slots, groups, numbers, check, witnesses, exactly
-            )
-        except Exception as error:  # a body may raise anything where it meets no number
-            family.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
-            return None
-        del family.generals[: len(family.generals) - _GENERALS + 1]
-        family.generals.append(general)
-        return verdict
+        return family.derive(call, groups, check, witnesses, exactly)
+
+    def foresee(
+        self, key: Sequence[Any], call: Call, verdict: Verdict, carried: int, check: "Check"
+    ) -> None:
+        """Derives a verdict for all calls to come whose last arguments are the last results before.
+
+        As a cache of keys and values grows by each token. `carried` tells how many they are.
+        """
+        family = self._family(key, call)
+        if family is None or family.generals or family.failures:
+            return
+        numbers = numbers_of(call)
+        groups = groups_of(family.slots, [numbers, _after(call, verdict, carried)])
+        if is_large(groups, numbers):
+            family.derive(call, groups, check, {numbers: verdict}, lambda: verdict)
 
     def add(self, key: Sequence[Any], call: Call, verdict: Verdict) -> None:
         """Notes a verdict on sizes as they are."""
@@ -447,9 +496,7 @@ def derive(
     Raises:
         NotGeneralError: the verdict holds for these numbers only.
     """
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    env = ShapeEnv(duck_shape=False)
+    env = _env_class()(duck_shape=False)
     symbols = [_symbol(env, number, group, numbers) for number, group in enumerate(groups)]
     formulas = Formulas([symbol.node.expr for symbol in symbols])
     verdict = changed(check(*_with_symbols(call, slots, groups, symbols, env)), formulas.of)
@@ -482,6 +529,21 @@ class _Named(Source):
     @property
     def _name_template(self) -> str:
         return self.text
+
+
+@cache
+def _env_class() -> "type[ShapeEnv]":
+    from torch.fx.experimental import symbolic_shapes
+
+    shapes: Any = symbolic_shapes
+
+    class Env(symbolic_shapes.ShapeEnv):
+        """An environment that notes no stacks, to read which torch imports its compiler."""
+
+        def _get_stack_summary(self, *args: Any, **kwargs: Any) -> tuple[Any, str]:
+            return shapes.SLoc("", None), ""
+
+    return Env
 
 
 def _symbol(env: "ShapeEnv", number: int, group: Group, numbers: Numbers) -> Any:
@@ -526,7 +588,8 @@ def _with_symbols(
 
 def _require_same(found: Verdict, exact: Verdict) -> None:
     """Requires that a verdict is, at sizes that were checked as they are, the one found there."""
-    texts = [str(program_of(verdict)) for verdict in (found, exact)]
+    # torch writes the end of a slice that has none as a number, unless it meets a symbol.
+    texts = [str(program_of(v)).replace(f", end={sys.maxsize}", "") for v in (found, exact)]
     facts = [
         (
             *(v.specs, v.crossing, v.exits, v.outputs),

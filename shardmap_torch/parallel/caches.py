@@ -5,7 +5,7 @@ of the caller is filled.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from shardmap_torch.spec import P
 from shardmap_torch.types import V
 
 _TENSOR: Final = "the next tensor"
+_NUMBER: Final = "the next number"
 
 _HEADS: Final = 1
 """The dim of heads in a tensor [batch, heads, positions, features]."""
@@ -25,11 +26,11 @@ _HEADS: Final = 1
 
 @dataclass(frozen=True)
 class Frame:
-    """An object without its tensors.
+    """An object without its tensors and counts.
 
     Attributes:
         kind: its class.
-        entries: its attributes by name: frames for objects with tensors, and marks for tensors.
+        entries: its attributes by name: frames for objects with such, and marks for these.
     """
 
     kind: type
@@ -42,7 +43,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Held:
-    """A pytree without tensors: frames of caches, or the number of the cache that stands here."""
+    """A pytree without tensors: `Opened.frames`, or the number of the cache that stands here."""
 
     value: Any
 
@@ -96,24 +97,40 @@ def put_back(tree: Tree, caches: Sequence[Any]) -> Tree:
     )
 
 
-def opened(caches: Sequence[Any]) -> tuple[Held, dict[str, Tensor]]:
-    """Returns the frames of caches, and their tensors by path."""
-    tensors: dict[str, Tensor] = {}
-    frames = tuple(_frame(cache, str(at), tensors) for at, cache in enumerate(caches))
-    return Held(frames), tensors
+class Opened:
+    """What caches hold.
 
+    Attributes:
+        tensors: by path.
+        counts: integers, as of tokens seen: arguments, so that a verdict holds for other ones too.
+        frames: the caches without these, and the paths of the integers.
+    """
 
-def _frame(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return _TENSOR
-    if type(value) is list:
-        return [_frame(each, f"{path}.{at}", tensors) for at, each in enumerate(value)]
-    if type(value) is dict:
-        return {key: _frame(each, f"{path}.{key}", tensors) for key, each in value.items()}
-    if not _is_part(value):
-        return value
-    return Frame(type(value), _frame(vars(value), path, tensors))
+    def __init__(self, caches: Sequence[Any], before: Held | None = None) -> None:
+        """Takes what caches hold out of them: after a body the integers that were there before.
+
+        What a body sets anew, as a number of heads, may be one of its rank alone.
+        """
+        self.tensors: dict[str, Tensor] = {}
+        self._known = None if before is None else frozenset(before.value[1])
+        self._counts: dict[str, int] = {}
+        frames = tuple(self._frame(cache, str(at)) for at, cache in enumerate(caches))
+        self.frames, self.counts = Held((frames, (*self._counts,))), (*self._counts.values(),)
+
+    def _frame(self, value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors[path] = value
+            return _TENSOR
+        if isinstance(value, int) and not isinstance(value, bool):  # as a symbol says that it is
+            if self._known is not None and path not in self._known:
+                return value
+            self._counts[path] = value
+            return _NUMBER
+        if type(value) is list:
+            return [self._frame(each, f"{path}.{at}") for at, each in enumerate(value)]
+        if type(value) is dict:
+            return {key: self._frame(each, f"{path}.{key}") for key, each in value.items()}
+        return Frame(type(value), self._frame(vars(value), path)) if _is_part(value) else value
 
 
 def _is_part(value: Any) -> bool:
@@ -121,23 +138,23 @@ def _is_part(value: Any) -> bool:
     return hasattr(value, "reorder_cache") and not isinstance(value, type)
 
 
-def closed(frames: Held, tensors: Sequence[Tensor]) -> list[Any]:
-    """Rebuilds caches from their frames and tensors."""
-    remaining = iter(tensors)
-    return [_close(frame, remaining) for frame in frames.value]
+def closed(frames: Held, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Any]:
+    """Rebuilds caches from what they hold."""
+    remaining = {_TENSOR: iter(tensors), _NUMBER: iter(counts)}
+    return [_close(frame, remaining) for frame in frames.value[0]]
 
 
-def _close(frame: Any, tensors: Iterator[Tensor]) -> Any:
-    if frame is _TENSOR:
-        return next(tensors)
+def _close(frame: Any, remaining: Mapping[str, Iterator[Any]]) -> Any:
+    if frame is _TENSOR or frame is _NUMBER:
+        return next(remaining[frame])
     if type(frame) is list:
-        return [_close(each, tensors) for each in frame]
+        return [_close(each, remaining) for each in frame]
     if type(frame) is dict:
-        return {key: _close(each, tensors) for key, each in frame.items()}
+        return {key: _close(each, remaining) for key, each in frame.items()}
     if not isinstance(frame, Frame):
         return frame
     cache: Any = object.__new__(frame.kind)
-    vars(cache).update(_close(frame.entries, tensors))
+    vars(cache).update(_close(frame.entries, remaining))
     return cache
 
 
@@ -164,6 +181,25 @@ def fill(caches: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         vars(cache).clear()
         vars(cache).update(vars(result))
     return [*caches, *results[len(caches) :]]
+
+
+_SPECS: Final = "_shardmap_specs"
+"""The attribute of a cache that says how other programs, as that of a next layer, find it."""
+
+
+def known_specs(caches: Sequence[Any]) -> dict[str, P]:
+    """Returns the specs of what programs have put into caches, by path."""
+    found = ((at, *each) for at, cache in enumerate(caches) for each in vars(cache).get(_SPECS, ()))
+    return {f"{at}.{path}": spec for at, path, spec in found}
+
+
+def note_specs(caches: Sequence[Any], cached: Mapping[str, P]) -> None:
+    """Notes in caches the specs of what a program has put there."""
+    known = {**known_specs(caches), **cached}
+    for at, cache in enumerate(caches):
+        start = f"{at}."
+        own = {path[len(start) :]: each for path, each in known.items() if path.startswith(start)}
+        vars(cache)[_SPECS] = (*own.items(),)
 
 
 def spec_of_cached(x: Tensor, axis: str) -> P:

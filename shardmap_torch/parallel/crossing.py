@@ -177,20 +177,26 @@ class Outputs:
         A plan that the module carries leaves some results sharded, as attentions by their heads.
         """
         self._mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
-        is_found = is_carried and out_specs is None and plan.root is None
-        self._finds = is_found and plan.axis in mesh.axis_names
+        is_open = out_specs is None and plan.root is None and plan.axis in mesh.axis_names
+        self._finds = is_open and (is_carried or plan.leaves_shards)
+        self._refuses = is_open and not self._finds
         changes = (plan.root.outputs or ()) if plan.root else ()
         self._layouts = [None if change is None else change[1] for change in changes]
         self._data = plan.data
         is_local = plan.root.is_local if plan.root else not plan.data.axes
         self._is_local = out_specs is None and is_local
 
-    def check(self, out: Tree, cached: Mapping[str, Tensor], known: Known) -> None:
+    def check(self, out: Tree, cached: Mapping[str, Tensor], known: Known, left: str) -> None:
         """Stops the run if the specs depend on the outputs and more is known of these now.
+
+        `left` names the last module that has left its output sharded.
 
         Raises:
             UnknownError: has what is known.
+            SpecError: an output is sharded, by a plan that says nothing of it.
         """
+        if self._refuses and left:
+            self._reject_sharded(out, left)
         from_end = any(isinstance(x, Shard) and x.dim < 0 for x in self._layouts)
         specs = None
         is_alone = bool(self._data.axes) and axis_size(self._data.axes) == 1
@@ -207,13 +213,24 @@ class Outputs:
         if Known(specs, found) != known:
             raise UnknownError(Known(specs, found))
 
+    def _reject_sharded(self, out: Tree, left: str) -> None:
+        tensors = [x for x in flatten(out)[0] if isinstance(x, Tensor)]
+        if any(V in (types_of(x, (self._axis,)) or ()) for x in tensors):
+            raise SpecError(
+                f"parallelize: the result differs over {self._axis!r}: {left} leaves its output "
+                "sharded, and the plan does not say that the whole module does.\n"
+                f"Fix: gather it, by output_layouts=Replicate() in the style of {left} (in words, "
+                "colwise_gather_output); or leave it a DTensor, by use_local_output=False there, "
+                "or by out_specs= of parallelize."
+            )
+
     def specs(self, known: Known) -> Tree:
         """Returns the specs for `shard_map`, given what is known of the outputs."""
         cached = tuple(known.cached.values())
         if self._out_specs is not None or known.specs is not None:
-            return known.specs if self._out_specs is None else self._out_specs, P(), cached
+            return known.specs if self._out_specs is None else self._out_specs, P(), cached, None
         specs = tuple(self._spec(layout, 1) for layout in self._layouts)
-        return specs if len(specs) > 1 else (*specs, P())[0], P(), cached
+        return specs if len(specs) > 1 else (*specs, P())[0], P(), cached, None
 
     def _specs(self, out: Tree) -> Tree:
         """Returns the specs of outputs that are there."""

@@ -58,10 +58,14 @@ class Shared:
 
     Projections to queries, keys and values have one input: with one conversion of it, cotangents
     are added up on each rank first, and then over the ranks once.
+
+    Attributes:
+        left: the name of the last module that left its output sharded.
     """
 
     def __init__(self) -> None:
         """Knows none."""
+        self.left = ""
         self._last: tuple[Tensor, int, Tensor] | None = None
 
     def convert(self, x: Tensor, axis: str) -> Tensor:
@@ -211,6 +215,8 @@ class _Forward:
                 f"{self.name}: output_layouts has {len(changes)} layouts, and the module returns "
                 f"{len(outputs)} values; give one for each, or None."
             )
+        if any(change is not None and isinstance(change[1], Shard) for change in changes):
+            self.shared.left = self.name
         to = R if isinstance(self.layouts.style, SharedResult) else I
         changed = self._each(outputs, changes, to, "output")
         return changed if outputs is out else changed[0]

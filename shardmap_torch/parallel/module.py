@@ -23,7 +23,17 @@ from shardmap_torch.core.tree import Tree, flatten, map_leaves
 from shardmap_torch.errors import SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.mixing.results import guarded
-from shardmap_torch.parallel.caches import Held, closed, fill, opened, own, put_back, take_out
+from shardmap_torch.parallel.caches import (
+    Held,
+    Opened,
+    closed,
+    fill,
+    known_specs,
+    note_specs,
+    own,
+    put_back,
+    take_out,
+)
 from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
 from shardmap_torch.parallel.data import Data, read_data
@@ -263,8 +273,10 @@ class _ParallelCall:
         except Exception as error:  # frames of this package say nothing
             error.__traceback__ = users_part(error)
             raise
-        out, frames, tensors = self._outputs.leave(found)
-        return guarded(put_back(out, fill(caches, closed(frames, tensors))))
+        out, *held = self._outputs.leave(found)
+        filled = fill(caches, closed(*held))
+        note_specs(filled, self._cached)
+        return guarded(put_back(out, filled))
 
     def rebound(
         self, rebind: Callable[[Any], Any], counterpart: Callable[[Any], Any]
@@ -313,11 +325,14 @@ class _ParallelCall:
         kwargs: dict[str, Any],
         caches: Sequence[Any],
     ) -> Any:
-        frames, tensors = opened(caches)
-        cached = tuple(self._cached.get(path, P()) for path in tensors)
-        specs = (*self._inputs.specs(args, kwargs), P(), cached)
+        held = Opened(caches)
+        known = self._cached | known_specs(caches)
+        cached = {path: known[path] for path in held.tensors if path in known}
+        in_caches = tuple(cached.get(path, P()) for path in held.tensors)
+        specs = (*self._inputs.specs(args, kwargs), P(), in_caches, (None,) * len(held.counts))
+        inputs = (args, kwargs, held.frames, tuple(held.tensors.values()), held.counts)
         try:
-            return self._use(use, specs, (args, kwargs, frames, tuple(tensors.values())))
+            return self._use(use, specs, inputs, Known(cached=cached))
         except (RuntimeError, ValueError) as error:
             if not _is_torchs(error) or self._mesh.shape.get(self.plan.axis, 1) == 1:
                 raise
@@ -338,6 +353,7 @@ class _ParallelCall:
         use: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
         specs: tuple[Tree, ...],
         inputs: tuple[Tree, ...],
+        known: Known,
     ) -> Any:
         named = self._renewed()
         parameters = {
@@ -349,7 +365,7 @@ class _ParallelCall:
         spec_leaves, structure = flatten(specs)
         flags = (each for each in inputs[1].items() if type(each[1]) is bool)
         key = (structure, *spec_leaves, *flags)  # flags as output_attentions decide on results
-        mapped = self._mapped.get(key) or self._map(key, specs, Known())
+        mapped = self._mapped.get(key) or self._map(key, specs, known)
         for _ in range(_RUNS - 1):
             try:
                 return use(mapped, values)
@@ -358,11 +374,14 @@ class _ParallelCall:
                 mapped = self._map(key, specs, error.known)
         return use(mapped, values)
 
-    def _map(self, key: Any, specs: tuple[Tree, ...], known: Known) -> Callable[..., Any]:
+    def _map(self, key: Any, specs: tuple[Any, ...], known: Known) -> Callable[..., Any]:
         _reject_units(self._module)
         # A partial, not a method: the checker looks through it at the module and its code.
         body = partial(_body, self._module, self.plan, self._outputs, known)
         body.__name__ = type(self._module).__name__  # type: ignore[attr-defined]
+        *_, tensors, counts = specs
+        if 0 < len(tensors) == len(known.cached):  # as those of the next call
+            body.carried = len(tensors + counts)  # type: ignore[attr-defined]
         mapped = self._mapped[key] = shard_map(
             body,
             mesh=self._mesh,
@@ -392,6 +411,7 @@ def _body(
     kwargs: Mapping[str, Any],
     frames: Held,
     tensors: Sequence[Tensor],
+    counts: Sequence[int],
 ) -> Any:
     """Runs the module on one rank: on its shards of the parameters, with the plan's forwards."""
     shared = Shared()
@@ -402,7 +422,7 @@ def _body(
 
     units = Units(plan, parameters)
     bound = BoundModule(module, units.values, buffers, adapt)
-    caches = closed(frames, tensors)
+    caches = closed(frames, tensors, counts)
     own(caches)
     args, kwargs = put_back((args, kwargs), caches)
     losses = BatchLosses(plan.data.axes) if plan.data.axes else nullcontext()
@@ -410,9 +430,9 @@ def _body(
         out = take_out(bound.root.forward(*args, **kwargs), caches)
     bound.check_unwritten()
     _reject_unbound(module)
-    after, found = opened(caches)
-    outputs.check(out, found, known)
-    return out, after, tuple(found.values())
+    after = Opened(caches, frames)
+    outputs.check(out, after.tensors, known, shared.left)
+    return out, after.frames, tuple(after.tensors.values()), after.counts
 
 
 def _reject_unbound(module: nn.Module) -> None:

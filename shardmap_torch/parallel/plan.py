@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias, TypeVar
 
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardmap_torch.errors import SpecError, listing, show
@@ -89,6 +89,16 @@ class Plan:
     def root(self) -> Layouts | None:
         """The style of the module itself."""
         return self.styles.get(ROOT)
+
+    @cached_property
+    def leaves_shards(self) -> bool:
+        """Whether a style leaves the output of its module sharded, by use_local_output=False."""
+        return any(
+            change is not None and isinstance(change[1], Shard)
+            for layouts in self.styles.values()
+            if not getattr(layouts.style, "use_local_output", True)
+            for change in layouts.outputs or ()
+        )
 
     def splits_below(self, path: str) -> bool:
         """Returns whether the modules below use a replicated input differently on each rank."""

@@ -134,6 +134,7 @@ class Checked:
         self._others: Memo[Verdict | ShardTypeError] = Memo()
         self._changing, self._calls = Changing(name), 0
         self._history = History()
+        self._carried: int = getattr(function, "carried", 0)
         self._equal, self._replay = EqualValues(debug), replay
         self.one_device: OneDevice | None = None
 
@@ -306,6 +307,8 @@ class Checked:
         self._changing.checked(self._calls, key, values, why)
         verdict = exactly()
         self._history.add(key, call, verdict)
+        if self._carried:
+            self._history.foresee(key, call, verdict, self._carried, self._derive)
         if self.one_device is not None:
             strictly = partial(verify, strictness="global", repairs=False)
             self.one_device.ask(call, lambda: self._verify(call, strictly))

@@ -23,6 +23,7 @@ from shardmap_torch import (
     RowwiseParallel,
     ShardMapError,
     ShardTypeError,
+    SpecError,
     make_mesh,
     parallel,
     parallelize,
@@ -220,6 +221,51 @@ def test_a_counter_of_collectives_sees_none_on_simulated_ranks() -> None:
     with CommDebugMode() as counter:
         mlp(x).sum().backward()
     assert counter.get_total_counts() == 0
+
+
+def logits_plan(**of_head: Any) -> dict[str, Any]:
+    """The plan of torchtitan with loss_parallel: the last module leaves the logits sharded."""
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), **of_head)
+    return {**sequence_plan(parallel), "output": head}
+
+
+def sharded_logits_are_torchs() -> None:
+    """A result as that of parallelize_module, whose loss has the gradients of one device."""
+    mesh, own = worker_mesh((2,), ("tp",)), llama()
+    ours = parallelize(llama(), mesh, logits_plan(use_local_output=False))
+    found, expected = ours(TOKENS), own(TOKENS)
+    assert isinstance(found, DTensor)
+    assert found.placements == (Shard(2),)
+    torch.testing.assert_close(global_value(found), expected.detach())
+    for logits in (found, expected):
+        logits.square().mean().backward()
+    for name, value in own.named_parameters():
+        assert value.grad is not None
+        torch.testing.assert_close(_grad(ours.get_parameter(name)), value.grad, msg=name)
+
+
+def test_a_plan_may_leave_logits_sharded(gloo: Gloo) -> None:
+    gloo(2).run(sharded_logits_are_torchs)
+    simulated = make_mesh((2,), ("tp",), kind="simulated")
+    ours = parallelize(llama(), simulated, logits_plan(use_local_output=False))
+    torch.testing.assert_close(ours(TOKENS), llama()(TOKENS))
+
+
+@pytest.mark.parametrize("check", ["local", "global"])
+def test_logits_that_are_left_sharded_by_mistake_are_told_by_the_entry_of_the_plan(
+    check: Any,
+) -> None:
+    simulated = make_mesh((2,), ("tp",), kind="simulated")
+    ours = parallelize(llama(), simulated, {"output": "colwise"}, check=check)
+    with pytest.raises(SpecError) as caught:
+        ours(TOKENS)
+    assert str(caught.value) == (
+        "parallelize: the result differs over 'tp': 'output' leaves its output sharded, and the "
+        "plan does not say that the whole module does.\n"
+        "Fix: gather it, by output_layouts=Replicate() in the style of 'output' (in words, "
+        "colwise_gather_output); or leave it a DTensor, by use_local_output=False there, or by "
+        "out_specs= of parallelize."
+    )
 
 
 class Wrapped(nn.Module):

@@ -474,7 +474,7 @@ class Interpreter(TypeStore):
     @property
     def is_special(self) -> bool:
         """Returns whether calls depend on more here than their operands: few bodies get there."""
-        return self.is_symbolic or self.is_paused or self.copies.are_stale
+        return self.numbers.any or self.is_paused or self.copies.are_stale
 
     @property
     def is_symbolic(self) -> bool:

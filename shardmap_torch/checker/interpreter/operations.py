@@ -332,13 +332,13 @@ def _look_up(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> CallLookup | None:
-    """Returns by what the result of a call is known; None where sizes are symbols, and of writes.
+    """Returns by what the result of a call is known; None with stand-ins, and of writes.
 
     What a write has changed of a tensor's metadata must not be remembered from before it.
     """
     if found is not None:
         return found
-    is_known = not (interpreter.is_symbolic or op._schema.is_mutable)
+    is_known = not (interpreter.numbers.any or op._schema.is_mutable)
     return look_up(interpreter.fake, op, args, kwargs) if is_known else None
 
 

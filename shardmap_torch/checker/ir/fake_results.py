@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.ir.own_functions import rank_only
 from shardmap_torch.checker.ir.program import StorageType
+from shardmap_torch.checker.ir.sizes import SYMBOLS
 from shardmap_torch.checker.rules.infer import (
     Types,
     draws,
@@ -212,8 +213,12 @@ def _add(mode: FakeTensorMode, key: list[Any], values: Sequence[Any], found: Cal
 def _look_at(mode: FakeTensorMode, tensor: FakeTensor) -> Seen | None:
     if tensor.fake_mode is not mode or not is_simple(tensor):
         return None
-    shape = tuple(tensor.shape)
-    number = number_of(shape, tensor.stride(), tensor.dtype, tensor.fake_device)
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if mode.shape_env is not None and any(
+        isinstance(size, SYMBOLS) for size in (*shape, *stride, tensor.storage_offset())
+    ):
+        return None
+    number = number_of(shape, stride, tensor.dtype, tensor.fake_device)
     seen = mode, number, tensor.untyped_storage()._cdata, shape, tensor.dtype
     tensor.__dict__[SEEN] = seen
     return seen

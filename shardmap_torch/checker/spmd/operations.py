@@ -429,7 +429,7 @@ class Repeated:
         if isinstance(value, Tensor):
             sums = self._notes.sums(value)
             shard = self._notes.shard_of(value, there) if type(there) is Ref else None
-            if shard is None or not sums.is_finished:
+            if shard is None or not sums.is_finished or _hashable((shard,)) != (shard,):
                 return False
             key += (self._number(shard), sums.zero)
         elif isinstance(value, list | tuple) and any(isinstance(x, Tensor) for x in value):

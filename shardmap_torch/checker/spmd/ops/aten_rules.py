@@ -173,20 +173,26 @@ def _sliced(step: Step) -> list[Sharded]:
     dim = step.arguments["dim"]
     here = _range(step.arguments, x.local[dim])
     there = _range({**step.arguments, **step.unsharded_arguments}, x.global_shape[dim])
-    full = here == range(x.local[dim]) and there == range(x.global_shape[dim])
-    if full:
+    if here == (0, x.local[dim], 1) and there == (0, x.global_shape[dim], 1):
         return [Sharded(x.dims)]
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY:
         raise UnrelatedError(f"it takes a part of dim {dim}, which is sharded", MICROBATCHES)
     if here != there:
-        counts = f"{len(here)} entries of dim {dim} on a rank and {len(there)} on one device"
+        counts = f"{here[1]} entries of dim {dim} on a rank and {there[1]} on one device"
         raise UnrelatedError(f"it takes {counts}, where it is unsharded", PART)
-    return [Sharded((*x.dims[:dim], unsharded(len(here)), *x.dims[dim + 1 :]))]
+    return [Sharded((*x.dims[:dim], unsharded(here[1]), *x.dims[dim + 1 :]))]
 
 
-def _range(arguments: Mapping[str, Any], size: int) -> range:
-    bounds = slice(arguments["start"], arguments["end"], arguments["step"])
-    return range(*bounds.indices(size))
+def _range(arguments: Mapping[str, Any], size: int) -> tuple[int, int, int]:
+    """Returns start, length and step of a slice; not a `range`, for which symbols are numbers."""
+
+    def bound(name: str, default: int) -> int:
+        at: int | None = arguments[name]
+        at = default if at is None else at + size if at < 0 else at
+        return min(max(at, 0), size)
+
+    start, step = bound("start", 0), arguments["step"]
+    return start, max(bound("end", size) - start + step - 1, 0) // step, step
 
 
 _GRIDS: Final = letters.each(2)
