@@ -2,9 +2,10 @@
 
 torch's own cannot run under `torch.func.grad`, cannot recompute once a batched body has ended, and
 recomputes without the mesh. Here all that the recomputation needs is an operand or is kept with
-it: the mesh and its axes, the random state, autocast. In a batched body the markers of the axes are
-operands (see `backends.vmap`), and at each vmap level, the mesh's or the user's, the function to
-run again becomes `vmap` of itself; so it can be run again after the levels are closed.
+it: the mesh and its axes, the random state, autocast, function modes. In a batched body the markers
+of the axes are operands (see `backends.vmap`), and at each vmap level, the mesh's or the user's,
+the function to run again becomes `vmap` of itself; so it can be run again after the levels are
+closed.
 """
 
 from collections import Counter
@@ -26,12 +27,14 @@ from shardmap_torch.contracts import call_given
 from shardmap_torch.core.autocasting import autocast_state, with_autocast
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.closures import Closures
+from shardmap_torch.core.function_modes import with_function_modes
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     TorchDispatchMode,
     TransformType,
     forward_level,
+    function_mode_stack,
     functorch,
     restore_vmap,
 )
@@ -47,8 +50,8 @@ def checkpoint(function: Callable[..., Y], /, *args: Any, **kwargs: Any) -> Y:
 
     Works inside a body on every mesh and outside of any, under autograd and `torch.func`
     transforms, also when backward runs after the body has ended or on another thread. Collectives
-    of the function are sent once more in backward. Random draws and autocast are those of the
-    first call; forward mode and second derivatives recompute as well.
+    of the function are sent once more in backward. Random draws, autocast and function modes are
+    those of the first call; forward mode and second derivatives recompute as well.
 
     Tensors that the function closes over are treated as arguments where they can be found: in the
     closures of Python functions and of functions that these close over. Tensors in modules and
@@ -297,7 +300,7 @@ class _Region:
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.structure = structure
         self.scope = scope
-        self.autocast = autocast_state()
+        self.autocast, self.modes = autocast_state(), function_mode_stack()
         self.draws = _Draws({leaf.device for leaf in leaves if isinstance(leaf, Tensor)})
         self.out_leaves: list[Any] = []
         self.out_places: list[int] = []
@@ -327,8 +330,10 @@ class _Region:
 
     def first(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function for its value, without saving anything for autograd."""
-        with self.draws.recorded(), self._seen_first(), self._saving():
-            outputs = run(*operands)
+        # torch drops the modes in Functions under its transforms.
+        with with_function_modes(self.modes), self.draws.recorded():
+            with self._seen_first(), self._saving():
+                outputs = run(*operands)
         self.results.end()
         own = {id(x) for x in operands}
         return tuple(y.view_as(y) if id(y) in own else y for y in outputs)
@@ -343,9 +348,10 @@ class _Region:
         return nullcontext() if is_checked else self.results.used()
 
     def again(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs the function again with the autocast and random states of the first run."""
-        with with_autocast(self.autocast), self.draws.replayed(), self._following():
-            return run(*operands)
+        """Runs the function again with the autocast, modes and random states of the first run."""
+        with with_autocast(self.autocast), with_function_modes(self.modes):
+            with self.draws.replayed(), self._following():
+                return run(*operands)
 
     @contextmanager
     def _following(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmap_torch import (
@@ -399,6 +400,29 @@ def test_dropout_masks_are_those_of_the_first_run() -> None:
         check=False,
     )(x.detach())
     assert torch.equal(torch.get_rng_state(), after)
+
+
+class Doubled(TorchFunctionMode):
+    """Makes a sine twice as large, as a mode may that gives functions another meaning."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        return 2 * y if func is torch.sin else y
+
+
+@pytest.mark.parametrize("simulate", ["auto", "ranks"])
+def test_function_modes_are_those_of_the_first_run(simulate: Any) -> None:
+    def body(x: Tensor) -> Tensor:
+        with Doubled():
+            return checkpoint(lambda x: torch.sin(x * x), x)
+
+    mesh = make_mesh((2,), ("a",), kind="simulated", simulate=simulate)
+    f = shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    x = torch.arange(4.0, dtype=torch.float64, requires_grad=True)
+    y = f(x)
+    torch.testing.assert_close(y, 2 * torch.sin(x * x))
+    (found,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(found, (4 * x * torch.cos(x * x)).detach())
 
 
 def test_autocast_is_that_of_the_first_run() -> None:

@@ -1,13 +1,16 @@
 """Function modes that get all arguments of the functions that they see."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from shardmap_torch.core.torch_private.engine import function_mode_stack
 
 LOST: Final[Mapping[Any, str]] = {
     functional.l1_loss: "weight",
@@ -37,3 +40,17 @@ def _whole(func: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         if frame.f_code is func.__code__:
             return {**kwargs, name: frame.f_locals[name]}
     return kwargs
+
+
+@contextmanager
+def with_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Enters modes that were active where code ran first, such as a default device, for its rerun.
+
+    Those that are active now are left alone.
+    """
+    active = {id(mode) for mode in function_mode_stack()}
+    with ExitStack() as stack:
+        for mode in modes:
+            if id(mode) not in active:
+                stack.enter_context(mode)
+        yield

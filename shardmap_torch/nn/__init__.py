@@ -14,7 +14,7 @@ from shardmap_torch.nn.fsdp import fsdp_gather, fsdp_layer, fsdp_layers
 from shardmap_torch.nn.linear import column_linear, row_linear
 from shardmap_torch.nn.loss import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from shardmap_torch.nn.moe import dropless_moe, grouped_linear, moe
-from shardmap_torch.nn.norm import layer_norm, rms_norm
+from shardmap_torch.nn.norm import batch_norm, layer_norm, rms_norm
 from shardmap_torch.nn.pipeline import (
     gpipe_schedule,
     one_forward_one_backward_schedule,
@@ -25,6 +25,7 @@ from shardmap_torch.random import dropout
 
 __all__ = [
     "attention",
+    "batch_norm",
     "column_linear",
     "dropless_moe",
     "dropout",

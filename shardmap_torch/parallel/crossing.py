@@ -36,10 +36,12 @@ class Known:
     Attributes:
         specs: those of the outputs, if they depend on these.
         cached: the specs of tensors in caches, by path.
+        written: the names of buffers that the forward writes into; None if that is not known.
     """
 
     specs: Tree = None
     cached: Mapping[str, P] = field(default_factory=dict)
+    written: tuple[str, ...] | None = None
 
 
 class UnknownError(Exception):
@@ -186,7 +188,14 @@ class Outputs:
         is_local = plan.root.is_local if plan.root else not plan.data.axes
         self._is_local = out_specs is None and is_local
 
-    def check(self, out: Tree, cached: Mapping[str, Tensor], known: Known, left: str) -> None:
+    def check(
+        self,
+        out: Tree,
+        cached: Mapping[str, Tensor],
+        written: tuple[str, ...] | None,
+        known: Known,
+        left: str,
+    ) -> None:
         """Stops the run if the specs depend on the outputs and more is known of these now.
 
         `left` names the last module that has left its output sharded.
@@ -210,8 +219,8 @@ class Outputs:
             path: self._data.of_result(x, spec_of_cached(x, self._axis) if self._axis else P())
             for path, x in cached.items()
         }
-        if Known(specs, found) != known:
-            raise UnknownError(Known(specs, found))
+        if (now := Known(specs, found, written)) != known:
+            raise UnknownError(now)
 
     def _reject_sharded(self, out: Tree, left: str) -> None:
         tensors = [x for x in flatten(out)[0] if isinstance(x, Tensor)]
@@ -228,9 +237,10 @@ class Outputs:
         """Returns the specs for `shard_map`, given what is known of the outputs."""
         cached = tuple(known.cached.values())
         if self._out_specs is not None or known.specs is not None:
-            return known.specs if self._out_specs is None else self._out_specs, P(), cached, None
+            own = known.specs if self._out_specs is None else self._out_specs
+            return own, P(), cached, None, P()
         specs = tuple(self._spec(layout, 1) for layout in self._layouts)
-        return specs if len(specs) > 1 else (*specs, P())[0], P(), cached, None
+        return specs if len(specs) > 1 else (*specs, P())[0], P(), cached, None, P()
 
     def _specs(self, out: Tree) -> Tree:
         """Returns the specs of outputs that are there."""

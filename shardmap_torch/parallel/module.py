@@ -23,6 +23,7 @@ from shardmap_torch.core.tree import Tree, flatten, map_leaves
 from shardmap_torch.errors import SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.mixing.results import guarded
+from shardmap_torch.parallel.buffers import to_write, write_buffers, written_into
 from shardmap_torch.parallel.caches import (
     Held,
     Opened,
@@ -38,7 +39,7 @@ from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
 from shardmap_torch.parallel.data import Data, read_data
 from shardmap_torch.parallel.forwards import Shared, style_forward
-from shardmap_torch.parallel.losses import BatchLosses
+from shardmap_torch.parallel.losses import WholeBatch
 from shardmap_torch.parallel.plan import Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import is_within_body, untracked, within_body
@@ -273,7 +274,8 @@ class _ParallelCall:
         except Exception as error:  # frames of this package say nothing
             error.__traceback__ = users_part(error)
             raise
-        out, *held = self._outputs.leave(found)
+        write_buffers(self._module, found[-1])
+        out, *held = self._outputs.leave(found[:-1])
         filled = fill(caches, closed(*held))
         note_specs(filled, self._cached)
         return guarded(put_back(out, filled))
@@ -421,18 +423,21 @@ def _body(
         units.adapt(path, copy)
 
     units = Units(plan, parameters)
-    bound = BoundModule(module, units.values, buffers, adapt)
+    own_buffers = {**buffers, **to_write(module, buffers, known.written)}
+    bound = BoundModule(module, units.values, own_buffers, adapt)
     caches = closed(frames, tensors, counts)
     own(caches)
     args, kwargs = put_back((args, kwargs), caches)
-    losses = BatchLosses(plan.data.axes) if plan.data.axes else nullcontext()
-    with within_body(), losses:
+    whole = WholeBatch(plan.data.axes) if plan.data.axes else nullcontext()
+    with within_body(), whole:
         out = take_out(bound.root.forward(*args, **kwargs), caches)
     bound.check_unwritten()
     _reject_unbound(module)
     after = Opened(caches, frames)
-    outputs.check(out, after.tensors, known, shared.left)
-    return out, after.frames, tuple(after.tensors.values()), after.counts
+    written = written_into(buffers, own_buffers)
+    names = tuple(written) or known.written
+    outputs.check(out, after.tensors, names, known, shared.left)
+    return out, after.frames, tuple(after.tensors.values()), after.counts, written
 
 
 def _reject_unbound(module: nn.Module) -> None:

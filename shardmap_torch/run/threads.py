@@ -307,7 +307,9 @@ class _RanksFunction(_FirstOrder):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.ranks, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        # Others may be written after the call, as running statistics.
+        pairs = zip(tensors, ctx.ranks.differentiable, strict=True)
+        ctx.save_for_backward(*[x for x, is_differentiable in pairs if is_differentiable])
         ctx.mark_non_differentiable(
             *[y for y, leads in zip(output, ctx.ranks.leading_in(), strict=True) if not leads]
         )

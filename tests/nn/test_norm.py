@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch import I, LayerError, P, R, ShardTypeError, convert, make_mesh
-from shardmap_torch.nn import layer_norm, rms_norm
+from shardmap_torch.nn import batch_norm, layer_norm, rms_norm
 from tests.nn.support.cases import Case, budget, on_mesh, over_dp, random
 
 X, W, B = random(4, 6, 8), random(8), random(8, seed=1)
@@ -35,7 +35,19 @@ def layer_one_device(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return functional.layer_norm(x, (8,), w, b)
 
 
+def batch(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    y, mean, var = batch_norm(x, mean, var, w, b, "dp", momentum=0.3)
+    return y + over_dp(mean + 2 * var)[:, None]
+
+
+def batch_one_device(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    mean, var = mean.clone(), var.clone()
+    y = functional.batch_norm(x, mean, var, w, b, True, 0.3)
+    return y + (mean + 2 * var)[:, None]
+
+
 SEQUENCE = P("dp", "tp")
+MEAN, VAR = random(6), random(6, seed=1).exp()
 CASES = {
     "rms": Case(partial(rms, axis="tp"), rms_one_device, (SEQUENCE, P()), SEQUENCE, (X, W)),
     "rms of all positions": Case(
@@ -46,6 +58,13 @@ CASES = {
     ),
     "layer": Case(
         partial(layer, axis="tp"), layer_one_device, (SEQUENCE, P(), P()), SEQUENCE, (X, W, B)
+    ),
+    "batch": Case(
+        batch,
+        batch_one_device,
+        (P("dp"), *[P()] * 4),
+        P("dp"),
+        (random(4, 6, 3), random(6, seed=2), random(6, seed=3), MEAN, VAR),
     ),
     "layer of all positions": Case(
         partial(layer, axis=None), layer_one_device, (P("dp"), P(), P()), P("dp"), (X, W, B)
@@ -64,6 +83,25 @@ def test_a_norm_of_sharded_positions_without_its_axis_is_refused() -> None:
     )
     with pytest.raises(ShardTypeError, match="the I operand's gradient would differ"):
         on_mesh(case, make_mesh((2, 2), ("dp", "tp"), kind="simulated"), check="local")
+
+
+def test_a_batch_norm_of_one_entry_a_channel_or_of_other_channels_is_refused() -> None:
+    with pytest.raises(LayerError, match=r"one entry a channel, \[1, 6\]"):
+        batch_norm(torch.ones(1, 6), MEAN, VAR)
+    with pytest.raises(LayerError) as error:
+        batch_norm(torch.ones(4, 5), MEAN, VAR)
+    assert str(error.value) == (
+        "batch_norm: x is [n, c, ...] and running_mean [c]; they are [4, 5] and [6]."
+    )
+
+
+def test_a_batch_norm_of_half_precision_has_statistics_in_float32() -> None:
+    x, running = random(8, 6).half() * 200, (torch.zeros(6), torch.ones(6))
+    found, mean, var = batch_norm(x, *running)
+    exact = running[0].clone(), running[1].clone()
+    expected = functional.batch_norm(x.float(), exact[0], exact[1], training=True)
+    torch.testing.assert_close(found, expected.half())
+    torch.testing.assert_close((mean, var), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

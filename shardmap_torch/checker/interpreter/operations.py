@@ -305,7 +305,10 @@ def _lift(interpreter: Interpreter, op: OpOverload, literal: Tensor) -> Any:
     return out
 
 
-RUNNING: Final = " Running statistics, as of BatchNorm: module.eval(), or another norm."
+RUNNING: Final = (
+    " Running statistics, as of BatchNorm: shardmap_torch.nn.batch_norm returns the new ones, "
+    "parallelize(module) keeps them, and module.eval() writes none."
+)
 """Advice where a norm counts its calls, or writes its statistics."""
 
 
