@@ -213,7 +213,11 @@ def test_pbroadcast_is_the_psum_of_the_masked_value(strategy: Strategy) -> None:
 
 
 ERRORS: list[tuple[str, str]] = [
-    ("lax.psum(x, 'j')", "psum: no axis 'j' in the simulated mesh (i=4)."),
+    (
+        "lax.psum(x, 'j')",
+        "psum: no axis 'j' in the simulated mesh (i=4).\n"
+        "Fix: name one of the axes that the body has, 'i'.",
+    ),
     (
         "lax.psum(x, 'i', src='equal')",
         "psum: src='equal' is none of invarying, reduced, varying, unreduced.",

@@ -171,7 +171,8 @@ def of_processes() -> None:
     with pytest.raises(MeshError) as wrong_size:
         make_mesh((2, 2), ("dp", "tp"))
     assert str(wrong_size.value) == (
-        "The mesh {'dp': 2, 'tp': 2} has 2*2 = 4 ranks, but 2 processes were started."
+        "The mesh {'dp': 2, 'tp': 2} has 2*2 = 4 ranks, but 2 processes were started.\n"
+        "Fix: torchrun --nproc-per-node 4 on one host, or sizes whose product is 2."
     )
     torchs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     assert make_mesh(torchs) == mesh

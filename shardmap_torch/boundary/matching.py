@@ -259,7 +259,15 @@ def reject_inputs(name: str, mesh: Mesh, problems: Sequence[str]) -> None:
     """
     if problems:
         head = f"{name}: the arguments do not match in_specs on the {mesh}:"
-        raise SpecError(listing(head, problems))
+        fix = _UNEVEN if all("does not divide" in problem for problem in problems) else ""
+        raise SpecError(listing(head, problems) + fix)
+
+
+_UNEVEN: Final = (
+    "\nFix: drop the last rows of a batch (drop_last=True of a DataLoader), or pad them; of "
+    "another dim leave the axis out of its spec, or take a mesh whose axis divides it."
+)
+"""Advice for sizes that no ranks can share evenly."""
 
 
 def in_finest(mesh: Mesh, leaf: Placed[Spec]) -> Placed[Spec]:

@@ -175,7 +175,8 @@ def _explain_axes(name: str, axes: tuple[str, ...], scope: Scope) -> str:
     mesh, bound = scope.backend.mesh, ", ".join(map(repr, sorted(scope.axes)))
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     if unknown:
-        return f"{name}: no axis {', '.join(map(repr, unknown))} in the {mesh}."
+        here = f"no axis {', '.join(map(repr, unknown))} in the {mesh}"
+        return f"{name}: {here}.\nFix: name one of the axes that the body has, {bound}."
     unbound = [axis for axis in axes if axis not in scope.axes]
     if unbound:
         return (

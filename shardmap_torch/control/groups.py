@@ -73,7 +73,8 @@ def _check_world(names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
         product = f"{'*'.join(map(str, sizes))} = " * (len(sizes) > 1)
         raise MeshError(
             f"The mesh {dict(zip(names, sizes, strict=True))} has {product}{prod(sizes)} ranks, "
-            f"but {world} processes were started."
+            f"but {world} processes were started.\nFix: torchrun --nproc-per-node {prod(sizes)} on "
+            f"one host, or sizes whose product is {world}."
         )
 
 

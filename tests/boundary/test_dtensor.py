@@ -93,7 +93,9 @@ def uneven(mesh: Mesh) -> None:
         identity(mesh, P("tp"))(leaf)
     assert str(caught.value) == (
         "<lambda>: the arguments do not match in_specs on the process_group mesh (tp=2):\n"
-        "  x: dim 0 has size 5, which does not divide over 'tp' = 2 ranks (5 = 2*2 + 1)"
+        "  x: dim 0 has size 5, which does not divide over 'tp' = 2 ranks (5 = 2*2 + 1)\n"
+        "Fix: drop the last rows of a batch (drop_last=True of a DataLoader), or pad them; of "
+        "another dim leave the axis out of its spec, or take a mesh whose axis divides it."
     )
 
 

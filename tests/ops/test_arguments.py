@@ -285,7 +285,8 @@ def test_each_wrong_argument_is_explained_and_leaves_nothing_behind(kind: str, g
 
 def wrong_axes(mesh: Mesh) -> None:
     x = torch.zeros(4)
-    over = f"in the {mesh.kind} mesh (dp=1, tp=2)."
+    fix = "Fix: name one of the axes that the body has, 'tp'."
+    over = f"in the {mesh.kind} mesh (dp=1, tp=2).\n{fix}"
     for call, text in [
         (lambda x: all_reduce(x, "pp", dst=I), f"all_reduce: no axis 'pp' {over}"),
         (lambda x: axis_index(("pp", "qq")), f"axis_index: no axis 'pp', 'qq' {over}"),

@@ -258,7 +258,10 @@ def test_a_spec_with_more_entries_than_dims_is_rejected() -> None:
 def test_an_unknown_axis_is_rejected() -> None:
     with pytest.raises(CollectiveError) as error:
         reshard_on(P("a"), P("z"), torch.zeros(8))
-    assert str(error.value) == "reshard: no axis 'z' in the simulated mesh (a=2, b=4)."
+    assert str(error.value) == (
+        "reshard: no axis 'z' in the simulated mesh (a=2, b=4).\n"
+        "Fix: name one of the axes that the body has, 'a', 'b'."
+    )
     with pytest.raises(SpecError) as spec_error:
         plan(P("a"), P("z"), MESH)
     assert str(spec_error.value) == (

@@ -92,11 +92,13 @@ def refused(
     if refusal.reason == MIXED and name in ("add", "add_") and interpreter.site()[1]:
         return _both_ways(interpreter, axis, uses, refusal.axis)
     gradients = _pending_gradients(uses, refusal.axis, axis)
-    is_index = any(is_rank(use.storage_type, refusal.axis, axis) for use in uses)
     if gradients:
         advice = gradient_sum_advice(interpreter, axis, gradients)
     elif refusal.reason == BRANCH:
-        advice = branch_advice(name, axis, is_index)
+        made = [culprit(use.storage_type, refusal.axis, axis).made for use in uses]
+        is_index = any(each is not None and "axis_index" in each.name for each in made)
+        is_drawn = any(each is not None and each.name in _DRAWING for each in made)
+        advice = branch_advice(name, axis, is_index, is_drawn)
     else:
         advice = refusal.reason.advise(axis)
     types += [use.types[refusal.axis] for use in uses]
@@ -117,6 +119,9 @@ def _propose_as_replicate(
     rejection_of(error).equal += (made,)
     propose(error, repairs_to(interpreter, value, axis, R))
 
+
+_DRAWING: Final = frozenset(("rand", "randn", "randint", "randperm", "bernoulli", "multinomial"))
+"""Names of equations that draw from torch's own generator."""
 
 GRADIENT: Final = "a gradient"
 """The name of the equation whose result is a gradient that the body has asked for."""
@@ -197,12 +202,6 @@ def culprit(storage_type: StorageType, axis: int, name: str) -> StorageType:
             return storage_type
         storage_type = sources[0]
     return storage_type
-
-
-def is_rank(storage_type: StorageType, axis: int, name: str) -> bool:
-    """Returns whether a value varies because it is computed from the index of the rank."""
-    made = culprit(storage_type, axis, name).made
-    return made is not None and "axis_index" in made.name
 
 
 def repairs_to(
@@ -295,6 +294,10 @@ def source(
         if gradients
         else _source_advice(collective, name, axis, have, expected)
     )
+    others = [a for a, t in interpreter.by_axis(use.types).items() if t.varies and a != axis]
+    if have in (I, R, K) and others and expected.varies:
+        where = " and ".join(map(repr, others))
+        advice = f"go over {where}, along which it differs between ranks. Or {advice}"
     wrong_type = error(interpreter, head, [_describe(use, at)], advice, types=[have])
     propose(wrong_type, _summing(interpreter, gradients, axis))
     if equation.forward is not None:

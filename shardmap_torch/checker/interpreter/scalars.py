@@ -181,7 +181,7 @@ def _format(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> st
     """Formats dtype and shape, as there is no number; a run takes it, as `.item()` does."""
     interpreter.needs_ranks()
     tensor = args[0]
-    return f"<{show_shape(tensor.dtype, tensor.shape)}>"
+    return f"<{show_shape(tensor.dtype, tensor.shape)}, checked; debug_print shows numbers>"
 
 
 FUNCTIONS: Final[Mapping[Any, Any]] = {
@@ -196,6 +196,6 @@ FUNCTIONS: Final[Mapping[Any, Any]] = {
     Tensor.__int__: _plain("int() takes", _INT),
     Tensor.__index__: _plain("a size, a position or a number of steps takes"),
     Tensor.__complex__: _plain("complex() takes"),
-    Tensor.__format__: _format,
+    **dict.fromkeys((Tensor.__format__, Tensor.__repr__), _format),
 }
 """Handlers of the functions that take Python values from tensors."""

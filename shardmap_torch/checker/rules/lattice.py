@@ -97,13 +97,14 @@ _READING: Final[Sequence[tuple[object, str]]] = (
 """Advice about functions of torch that look at values."""
 
 
-def branch_advice(name: str, axis: str, is_index: bool) -> str:
+def branch_advice(name: str, axis: str, is_index: bool, is_drawn: bool) -> str:
     """Returns advice for a Python value, or a shape, that differs between ranks.
 
     Args:
         name: the operation.
         axis: the axis over which its operand varies.
         is_index: whether that is because it is computed from the index of the rank.
+        is_drawn: whether that is because torch's own generator has drawn it.
     """
     found = [advice for function, advice in _READING if is_running(function)]
     found += [SIZED_BY_DATA[name]] if name in SIZED_BY_DATA else []
@@ -114,9 +115,14 @@ def branch_advice(name: str, axis: str, is_index: bool) -> str:
             f"keep it a tensor, as in x * axis_index({axis!r}), x[axis_index({axis!r})] or "
             f"torch.where(axis_index({axis!r}) == 0, a, b)."
         )
+    if is_drawn:
+        return (
+            "draw it from a key of shardmap_torch.random, of which all ranks draw the same, or "
+            "before the call, and pass it as an argument."
+        )
     return (
         "compute what it decides with torch.where or a mask, or make it equal on all ranks of "
-        f"{axis!r} first."
+        f"{axis!r} first. For a log, debug_print shows what each rank has."
     )
 
 

@@ -443,8 +443,7 @@ class OneDevice:
                 f"{name}: check='global': on one device the body fails: "
                 f"{type(self.failure).__name__}: {self.failure}\n"
                 f"  at {error_site(self.failure)}\n"
-                "Fix: write sizes that are right on one device too: -1, x.shape[...], or a size "
-                "divided by axis_size(axis)."
+                f"Fix: {_SOURCE if 'source=' in f'{self.failure}' else _LOCAL}"
             ) from self.failure
         for mine, other in zip_longest(branches, self.branches, fillvalue="no branch"):
             if mine != other:
@@ -460,6 +459,15 @@ class OneDevice:
                     f"on a rank and {there} on one device.\n  at {site}\n{_SIZES}"
                 )
 
+
+_LOCAL: Final = (
+    "write sizes that are right on one device too: -1, x.shape[...], or a size divided by "
+    "axis_size(axis)."
+)
+_SOURCE: Final = (
+    "take source=0: one device is the first rank, and has no other. For rows of another rank's "
+    "part, index what all_gather(x, axis, dim=0, dst=R) gives."
+)
 
 _SIZES: Final = "Fix: multiply sizes by axis_size(axis)."
 

@@ -61,12 +61,11 @@ def note_spec(
     Inputs are tried first that are sharded otherwise than others of their sizes.
     """
 
-    def differs(position: int) -> bool:
-        x, own = call.leaves[position], call.match.spec(position)
-        return any(
-            call.leaves[other].shape[:1] == x.shape[:1] and call.match.spec(other) != own
-            for other in call.crossing
-        )
+    def differs(position: int) -> tuple[bool, bool]:
+        own, x = call.match.spec(position), call.leaves[position]
+        others = [at for at in call.crossing if call.match.spec(at) != own]
+        shapes = [call.leaves[at].shape for at in others]
+        return x.shape in shapes, x.shape[:1] in [shape[:1] for shape in shapes]
 
     search = _Search(call, ShardTypeError(""), strictness, attempt, confirm)
     inputs = sorted(call.crossing, key=differs, reverse=True)
@@ -210,9 +209,9 @@ def _entries_of_others(call: Call, position: int) -> list[tuple[Entry, ...]]:
     """Returns how other inputs are sharded, those first whose sizes are like this one's."""
     x = call.leaves[position]
 
-    def unlike(other: int) -> tuple[bool, bool]:
+    def unlike(other: int) -> tuple[bool, bool, bool]:
         y = call.leaves[other]
-        return x.shape[:1] != y.shape[:1], x.ndim != y.ndim
+        return x.shape != y.shape, x.shape[:1] != y.shape[:1], x.ndim != y.ndim
 
     others = [other for other in call.crossing if other != position]
     return [call.match.spec(other).entries for other in sorted(others, key=unlike)]

@@ -25,7 +25,12 @@ ADVICE: Final[dict[str, tuple[Callable[[Tensor], Any], str]]] = {
     "item": (
         lambda x: x * x.sum().item(),
         "compute what it decides with torch.where or a mask, or make it equal on all ranks of 'a' "
-        "first.",
+        "first. For a log, debug_print shows what each rank has.",
+    ),
+    "a draw": (
+        lambda x: x[:, int(torch.randint(0, 2, ())) :],
+        "draw it from a key of shardmap_torch.random, of which all ranks draw the same, or before "
+        "the call, and pass it as an argument.",
     ),
 }
 

@@ -16,6 +16,8 @@ from shardmap_torch import (
     R,
     ShardTypeError,
     all_reduce,
+    axis_size,
+    broadcast,
     convert,
     make_mesh,
     random,
@@ -103,6 +105,48 @@ def steps_by_gradients_of_each_rank_s_loss(w: Params, x: Tensor, y: Tensor) -> A
     return {name: w[name] - 0.1 * grads[name] for name in w}
 
 
+def averages_a_mean_again(w: Params, x: Tensor, y: Tensor) -> Any:
+    mean = all_reduce((forward(w, x) - y).square().mean(), "dp", op="mean", dst=I)
+    return mean / axis_size("dp")
+
+
+def averages_summed_gradients(w: Params, x: Tensor, y: Tensor) -> Any:
+    def loss(w: Params) -> Tensor:
+        return all_reduce((forward(w, x) - y).square().mean(), "dp", op="mean", dst=I)
+
+    grads = sync_gradients(value_and_grad(loss)(w)[1], SPECS, "dp")
+    return {name: w[name] - 0.1 * grads[name] / axis_size("dp") for name in w}
+
+
+def takes_the_rows_of_rank_1(w: Params, x: Tensor, y: Tensor) -> Any:
+    return forward(w, x - broadcast(x[:1], "dp", 1, dst=R))
+
+
+def crops_by_torch_s_generator(w: Params, x: Tensor, y: Tensor) -> Any:
+    at = int(torch.randint(0, 3, ()))
+    return forward(w, x.roll(at, 0))
+
+
+def logs_a_loss(w: Params, x: Tensor, y: Tensor) -> Any:
+    loss = (forward(w, x) - y).square().mean()
+    print(loss.item())
+    return all_reduce(loss, "dp", op="mean", dst=I)
+
+
+def normalizes_by_means_of_parts(w: Params, x: Tensor, y: Tensor) -> Any:
+    x = x - x.mean(0)
+    return forward(w, x)
+
+
+def sums_twice_in_a_line(w: Params, x: Tensor, y: Tensor) -> Any:
+    loss = (forward(w, x) - y).square().sum()
+    return all_reduce(all_reduce(loss, "dp", dst=I), "dp", dst=I)
+
+
+def sums_over_another_axis(w: Params, x: Tensor, y: Tensor) -> Any:
+    return all_reduce((forward(w, x) - y).square().sum(), "tp", dst=I)
+
+
 COUNTER = torch.zeros(())
 
 
@@ -125,6 +169,14 @@ MISTAKES: dict[Body, Any] = {
     calls_backward: P(),
     chunks_rows_for_microbatches_with_dropout: P(),
     shifts_what_all_ranks_have: P("dp"),
+    averages_a_mean_again: P(),
+    averages_summed_gradients: SPECS,
+    takes_the_rows_of_rank_1: P("dp"),
+    crops_by_torch_s_generator: P("dp"),
+    logs_a_loss: P(),
+    normalizes_by_means_of_parts: P("dp"),
+    sums_twice_in_a_line: P(),
+    sums_over_another_axis: P(),
 }
 
 
@@ -140,6 +192,21 @@ def test_a_mistake_is_told_by_its_cause(body: Body) -> None:
     with pytest.raises(ShardTypeError) as error:
         mapped(W, X, X)
     hold("mistakes.txt", body.__name__, str(error.value))
+
+
+def test_a_wrong_spec_that_torch_s_shapes_refuse_has_the_right_one_in_a_note() -> None:
+    def loss(w: Params, x: Tensor, y: Tensor) -> Tensor:
+        return all_reduce((forward(w, x) - y).square().mean(), "dp", op="mean", dst=I)
+
+    f = shard_map(loss, mesh=MESH, in_specs=(SPECS, P("dp"), P()), out_specs=P(), check="global")
+    with pytest.raises(RuntimeError) as error:
+        f(W, X, X)
+    assert error.value.__notes__ == [
+        "In the body of loss tensors are shards: w['down'] is [8, 8], a shard of [16, 8] by "
+        "P('tp'); w['up'] is [8, 8], a shard of [8, 16] by P(None, 'tp'); x is [4, 8], a shard of "
+        "[8, 8] by P('dp').",
+        "Tried, and accepted also by check='global': P('dp') for y in in_specs",
+    ]
 
 
 def test_an_inner_function_may_name_the_mesh_that_it_runs_on() -> None:

@@ -118,7 +118,25 @@ def test_a_number_is_logged_and_returned() -> None:
     f = shard_map(body, mesh=AUTO, in_specs=SPECS, out_specs=(P(), None))
     total, number = f(X, W)
     assert number == total.item()
-    assert logged == ["<#1> <float64[]>"] + [f"{number:.3f} {number:.1f}"] * 4
+    assert (
+        logged
+        == ["<#1> <float64[], checked; debug_print shows numbers>"]
+        + [f"{number:.3f} {number:.1f}"] * 4
+    )
+
+
+def test_a_shard_that_is_printed_has_a_line_in_the_check_and_the_numbers_of_each_rank() -> None:
+    printed: list[str] = assume_constant([])
+
+    def body(x: Tensor) -> Tensor:
+        printed.append(f"{x[0]!r} {x[0]}")
+        return x
+
+    shard_map(body, mesh=AUTO, in_specs=P("tp"), out_specs=P("tp"))(X.detach())
+    numbers = sorted(f"{row!r} {row}" for row in X.detach()[:: len(X) // 4])
+    checked = f"<float64[{X.shape[1]}], checked; debug_print shows numbers>"
+    assert printed[0] == f"{checked} {checked}"
+    assert sorted(printed[1:]) == numbers
 
 
 def test_values_of_literals_are_known_and_make_no_branch() -> None:
@@ -164,7 +182,7 @@ def test_a_branch_on_a_varying_value_is_rejected_with_a_reduction_that_was_tried
         f"  self varies because of mm at test_paths.py:{line}: total = (x @ w).sum() <- "
         "input x (P('tp'))",
         "Fix: compute what it decides with torch.where or a mask, or make it equal on all ranks of "
-        "'tp' first.",
+        "'tp' first. For a log, debug_print shows what each rank has.",
         "Tried, and accepted also by check='global': all_reduce(total, 'tp', dst=I) in place "
         f"of total in item at test_paths.py:{line + 1}",
     ]
