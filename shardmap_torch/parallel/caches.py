@@ -98,7 +98,7 @@ def put_back(tree: Tree, caches: Sequence[Any]) -> Tree:
 
 
 class Opened:
-    """What caches hold.
+    """Contents of caches.
 
     Attributes:
         tensors: by path.

@@ -221,9 +221,9 @@ def test_a_layout_that_the_value_does_not_have_is_an_error() -> None:
 
 
 def test_a_result_that_is_not_what_the_root_says_is_an_error() -> None:
-    text = error_of(ShardTypeError, models.mlp(), {"2": ColwiseParallel()}, X)
-    assert text.startswith("Sequential: the result does not")
-    assert "P() promises one value on all ranks of 'tp', but the result varies over it" in text
+    text = error_of(SpecError, models.mlp(), {"2": ColwiseParallel()}, X)
+    assert text.startswith("parallelize: the result differs over 'tp': '2' leaves its output shar")
+    assert "gather it, by output_layouts=Replicate() in the style of '2'" in text
 
 
 def test_shapes_that_only_agree_locally_are_an_error() -> None:

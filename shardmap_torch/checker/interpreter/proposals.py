@@ -412,7 +412,7 @@ def _is_of_rank_alone(value: StorageType, axis: int) -> bool:
 
 _OTHER: Final[Mapping[str, Op]] = {"sum": "mean", "mean": "sum"}
 _WRONG: Final = {"sum": Fraction(1).__lt__, "mean": Fraction(1).__gt__}
-"""What tells by the factor of a value that it comes from the wrong one of these."""
+"""Tests of a value's factor, each for the op that may be wrong there."""
 
 
 def reductions(interpreter: "Interpreter", tensors: Sequence[Tensor]) -> Iterator[Repair]:

@@ -77,7 +77,7 @@ def note_spec(
 
 @dataclass
 class _Search:
-    """What is searched, and the number of repairs that random numbers may still decide about."""
+    """Bounds of a search, and the number of repairs that random numbers may still decide about."""
 
     call: Call
     error: ShardTypeError

@@ -1,4 +1,4 @@
-"""What errors print as tried is read, written into the source, and right there."""
+"""Repairs that errors print as tried are read, written into the source, and right there."""
 
 import warnings
 from typing import Final

@@ -283,4 +283,4 @@ _FORMS: Final[tuple[tuple[str, Edit], ...]] = (
     (r"^(.+) in place of (.+) in (\w+)" + _AT, _operand),
     (r"^(.+) in place of (\w+)" + _AT, _instead),
 )
-"""What texts look like, and what does as they say; of a place only the line is given."""
+"""Forms of texts, with functions that do as they say; of a place only the line is given."""

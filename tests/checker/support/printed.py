@@ -222,7 +222,7 @@ def _with_specs(source: Source, name: str, value: ast.expr) -> Iterator[Source]:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one wrong program: of what is printed, and of the text that was applied."""
+    """Outcome of one wrong program: of what is printed, and of the text that was applied."""
 
     source: Source
     fate: str
