@@ -92,7 +92,7 @@ class Plan:
 
     @cached_property
     def leaves_shards(self) -> bool:
-        """Tells whether a style leaves the output of its module sharded, by use_local_output=False."""
+        """Tells whether a style leaves its module's output sharded, by use_local_output=False."""
         return any(
             change is not None and isinstance(change[1], Shard)
             for layouts in self.styles.values()
