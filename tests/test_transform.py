@@ -330,7 +330,7 @@ def closure(mesh: Mesh) -> None:
     def scaled(x: Tensor) -> Tensor:
         return all_reduce(x.sum(), "tp", dst=I) * factor
 
-    y = shard_map(scaled, mesh=mesh, in_specs=P("tp"), out_specs=P())(X)
+    y = shard_map(scaled, mesh=mesh, in_specs=P("tp"), out_specs=P(), check=False)(X)
     same(torch.autograd.grad(y, leaf), (X.sum() * 3,))
 
 
