@@ -328,17 +328,11 @@ def run_simulated(call: Call, run: Callable[[Call], Tree]) -> Tree:
     return call.recordings.run(None, [call.leaves[position] for position in call.crossing], record)
 
 
-_AUTOCASTING: Final = ("cpu", "cuda", "xpu", "mps")
-
-
 def switches() -> tuple[Any, ...]:
-    """Returns the values of the switches that can change while a process runs."""
+    """Returns the values of switches that can change in a process, beside those in a signature."""
     backends: Any = torch.backends  # stubs lack some
     cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
     return (
-        torch.get_default_dtype(),
-        torch.get_default_device() if num_function_modes() else None,
-        torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -359,7 +353,4 @@ def switches() -> tuple[Any, ...]:
         cudnn.deterministic,
         (backends.opt_einsum.enabled, backends.opt_einsum.strategy),  # the order of contractions
         sys.float_info.min / 2 == 0.0,  # torch.set_flush_denormal
-        tuple(
-            [(d, torch.get_autocast_dtype(d)) for d in _AUTOCASTING if torch.is_autocast_enabled(d)]
-        ),
     )
