@@ -196,13 +196,10 @@ class TracedWire:
         return _wait(_functional().all_reduce(x.contiguous(), op, self.group))
 
     def gather(self, x: Tensor) -> Tensor:
-        row = x.contiguous().unsqueeze(0)
-        return _wait(_functional().all_gather_into_tensor(row, self.size, self.group))
+        return self.gather_along(x.unsqueeze(0), 0)
 
     def sum_scatter(self, parts: Tensor) -> Tensor:
-        rows = parts.contiguous()
-        row = _functional().reduce_scatter_tensor(rows, "sum", self.size, self.group)
-        return _wait(row)[0]
+        return self.sum_scatter_along(parts, 0)[0]
 
     # The next two are written as inductor's micro-pipeline pass looks for them, which fuses them
     # with the matmul before or after: dim 0 as it is, another dim through split and cat.
@@ -220,9 +217,7 @@ class TracedWire:
         )
 
     def exchange(self, parts: Tensor) -> Tensor:
-        ones = [1] * self.size
-        parts = parts.contiguous()
-        return _wait(_functional().all_to_all_single(parts, ones, ones, self.group))
+        return self.exchange_rows(parts, [1] * self.size, [1] * self.size)
 
     def exchange_rows(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Sends the next `send[r]` rows to each rank r; the next `receive[r]` come from it."""
@@ -349,10 +344,6 @@ class TracedGlooWire(TracedWire):
     """`TracedWire` on gloo, without its reduce-scatter."""
 
     reduces: ClassVar = _BY_GLOO
-
-    def sum_scatter(self, parts: Tensor) -> Tensor:
-        """Sums all ranks' stacks; each rank keeps its row."""
-        return self.sum_scatter_along(parts, 0)[0]
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
         """Sums all ranks' values; each rank keeps its shard of `dim`."""
