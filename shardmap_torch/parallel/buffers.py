@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 
-def to_write(
-    module: nn.Module, buffers: Mapping[str, Tensor], written: tuple[str, ...] | None
-) -> dict[str, Tensor]:
-    """Copies the buffers that are written into; while these are not known, all in training."""
-    names = written if written is not None else buffers if module.training else ()
-    return {name: buffers[name].clone() for name in names}
+def copied(module: nn.Module, buffers: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Copies the buffers of a module in training, which are small beside its activations."""
+    return {name: x.clone() for name, x in buffers.items()} if module.training else buffers
 
 
 def written_into(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:

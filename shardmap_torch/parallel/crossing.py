@@ -36,12 +36,10 @@ class Known:
     Attributes:
         specs: those of the outputs, if they depend on these.
         cached: the specs of tensors in caches, by path.
-        written: the names of buffers that the forward writes into; None if that is not known.
     """
 
     specs: Tree = None
     cached: Mapping[str, P] = field(default_factory=dict)
-    written: tuple[str, ...] | None = None
 
 
 class UnknownError(Exception):
@@ -188,14 +186,7 @@ class Outputs:
         is_local = plan.root.is_local if plan.root else not plan.data.axes
         self._is_local = out_specs is None and is_local
 
-    def check(
-        self,
-        out: Tree,
-        cached: Mapping[str, Tensor],
-        written: tuple[str, ...] | None,
-        known: Known,
-        left: str,
-    ) -> None:
+    def check(self, out: Tree, cached: Mapping[str, Tensor], known: Known, left: str) -> None:
         """Stops the run if the specs depend on the outputs and more is known of these now.
 
         `left` names the last module that has left its output sharded.
@@ -219,7 +210,7 @@ class Outputs:
             path: self._data.of_result(x, spec_of_cached(x, self._axis) if self._axis else P())
             for path, x in cached.items()
         }
-        if (now := Known(specs, found, written)) != known:
+        if (now := Known(specs, found)) != known:
             raise UnknownError(now)
 
     def _reject_sharded(self, out: Tree, left: str) -> None:

@@ -23,7 +23,7 @@ from shardmap_torch.core.tree import Tree, flatten, map_leaves
 from shardmap_torch.errors import SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.mixing.results import guarded
-from shardmap_torch.parallel.buffers import to_write, write_buffers, written_into
+from shardmap_torch.parallel.buffers import copied, write_buffers, written_into
 from shardmap_torch.parallel.caches import (
     Held,
     Opened,
@@ -423,7 +423,7 @@ def _body(
         units.adapt(path, copy)
 
     units = Units(plan, parameters)
-    own_buffers = {**buffers, **to_write(module, buffers, known.written)}
+    own_buffers = copied(module, buffers)
     bound = BoundModule(module, units.values, own_buffers, adapt)
     caches = closed(frames, tensors, counts)
     own(caches)
@@ -435,8 +435,7 @@ def _body(
     _reject_unbound(module)
     after = Opened(caches, frames)
     written = written_into(buffers, own_buffers)
-    names = tuple(written) or known.written
-    outputs.check(out, after.tensors, names, known, shared.left)
+    outputs.check(out, after.tensors, known, shared.left)
     return out, after.frames, tuple(after.tensors.values()), after.counts, written
 
 
