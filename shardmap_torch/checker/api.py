@@ -1,7 +1,7 @@
 """Public functions of the checker, `check_program`, `trace` and `explain`, and their results."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
@@ -9,7 +9,7 @@ import torch
 
 from shardmap_torch.checker.explanation import Explanation, explained, title_of
 from shardmap_torch.checker.ir.observer import REGION
-from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use, show_types
+from shardmap_torch.checker.ir.program import Equation, ProgramPath, Use, orders, show_types
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import Verdict
 from shardmap_torch.core.torch_private.fake_modes import CheckMode, postponing_imports
@@ -118,8 +118,43 @@ class Program(Shown):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the program with its literals and without source locations."""
-        return hashlib.sha256("\n".join(self._lines(sites=False)).encode()).hexdigest()[:16]
+        """Hash of the program with its literals and without source locations.
+
+        What lies between two steps that are ordered may be computed in any order: a loop over a set
+        of strings has another one in each process.
+        """
+        lines = [f"  {path}: {spec!r}" for path, spec in self.in_specs]
+        for number, path in enumerate(self.program_paths, 1):
+            lines += [*title_of(number, path, False), *self._unordered(path), path.end]
+        return _hash("\n".join(lines))
+
+    @property
+    def returned(self) -> Sequence[str]:
+        """Which values the results are, a line for each."""
+        return [
+            f"  {each.name} is {_operand(each)}"
+            for path in self.program_paths
+            for each in path.returned
+        ]
+
+    def _unordered(self, path: ProgramPath) -> Iterator[str]:
+        """Yields equations on values that are known by what they are computed of, and the results.
+
+        Those of which only the operands say when they are computed are sorted.
+        """
+        values: dict[int | None, str] = {}
+        free: list[str] = []
+        for at, equation in enumerate(path.equations):
+            is_free = not orders(equation)
+            text = f"{equation.backward} {self._line(equation, False, values)}"
+            made = _hash(text if is_free else f"{at - len(free)} {text}")
+            values |= {use.number: f"{made}.{i}" for i, use in enumerate(equation.results)}
+            free.append(text)
+            if not is_free:
+                yield from (*sorted(free[:-1]), text)
+                free = []
+        yield from sorted(free)
+        yield from (values.get(use.number) or _operand(use) for use in path.returned)
 
     def explained(self) -> Explanation:
         """Returns the program by lines, with equal layers that follow one another once."""
@@ -142,12 +177,19 @@ class Program(Shown):
             lines += [f"  {path.end}"] * bool(path.end)
         return lines
 
-    def _line(self, equation: Equation, sites: bool) -> str:
-        operands = [_operand(use) for use in equation.operands]
+    def _line(
+        self, equation: Equation, sites: bool, values: Mapping[int | None, str] | None = None
+    ) -> str:
+        """Formats an equation; with `values` operands are these, and results have no numbers."""
+        known = values or {}
+        operands = [known.get(use.number) or _operand(use) for use in equation.operands]
+        if values is not None and equation.name in _COMMUTING and not equation.literals:
+            operands.sort()  # as two gradients that meet
         literals = ", ".join([f"{name}={value}" for name, value in equation.literals])
         words = [*operands, literals] if literals else operands
         results = ", ".join(
-            f"%{use.number}: {use} {show_types(use.types, self.mesh.axis_names)}"
+            f"{'' if values is not None else f'%{use.number}: '}{use} "
+            f"{show_types(use.types, self.mesh.axis_names)}"
             for use in equation.results
         )
         sent = f"  sends {equation.sent} B" if equation.sent else ""
@@ -173,6 +215,14 @@ def _sent(path: ProgramPath) -> dict[str, int]:
         axis = ",".join(equation.collective.axes)
         total[axis] = total.get(axis, 0) + equation.sent
     return total
+
+
+_COMMUTING: Final = ("add", "mul")
+"""Operators that give the same bits if their operands change places."""
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _operand(use: Use) -> str:

@@ -85,7 +85,8 @@ def describe(call: Call, verdict: Verdict | None) -> Description:
     lines += [_collective(equation) for equation in program.collectives]
     _, *equations = str(program).splitlines()
     head_only = Description.of(call.name, lines, program.fingerprint)
-    return Description(call.name, "\n".join([head_only.text, *equations]), head_only.digest)
+    text = "\n".join([head_only.text, *equations, *program.returned])
+    return Description(call.name, text, head_only.digest)
 
 
 def _code(function: Any) -> str:

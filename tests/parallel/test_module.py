@@ -307,3 +307,36 @@ def test_a_forward_that_keeps_values_is_an_error() -> None:
             return self.last
 
     assert "  last\n" in error_of(SpecError, Keeps(8, 16).double(), {}, X)
+
+
+class Dropped(nn.Module):
+    """A layer that is left out at random in training, as in BART and Wav2Vec2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = models.mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chance = torch.rand([])
+        if chance < 0.5:
+            return x
+        y: Tensor = x + self.layer(x)
+        return y
+
+
+def test_a_layer_that_ranks_would_drop_by_their_own_numbers_is_told_to_drop_none() -> None:
+    plan = {f"layer.{name}": style for name, style in mlp_plan(parallel).items()}
+    ours = parallelize(Dropped(), mesh(), plan)
+    with pytest.raises(ShardTypeError) as caught:
+        ours(X)
+    line = Dropped.forward.__code__.co_firstlineno
+    assert str(caught.value) == (
+        "Dropped: check='global': lt is not what it is on one device: over 'tp' every rank has a "
+        f"value of its own, from rand at test_module.py:{line + 1}: chance = torch.rand([]), which "
+        "means nothing on one device.\n"
+        f"  at test_module.py:{line + 2}: if chance < 0.5:\n"
+        f"  self: float32[], sharded P(), from rand at test_module.py:{line + 1}: chance = "
+        "torch.rand([])\n"
+        "Fix: draw what all ranks decide alike from a key of shardmap_torch.random; where a model "
+        "drops layers by such a number (LayerDrop), set its probability to 0."
+    )

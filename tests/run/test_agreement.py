@@ -3,8 +3,9 @@
 import re
 import time
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from shardmap_torch import (
     I,
     Mesh,
     P,
+    R,
     RowwiseParallel,
     ShardMapError,
     all_reduce,
@@ -108,6 +110,120 @@ def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) 
     assert more.splitlines()[2].startswith("  rank 1: %2: float32[1] {i: K} = sin(%1)  # ")
     assert "  rank 1: rejected_on_one is rejected: rejected_on_one: the result" in rejected
     assert "  rank 1: raises_on_one raises KeyError: 'mode'" in raised
+
+
+def turned(*items: Any) -> Any:
+    """Gives items in another order on the second rank, as a loop over a set of strings may."""
+    return items[::-1] if ME["rank"] == 1 else items
+
+
+def factors(x: Tensor, w: Tensor) -> Any:
+    """Values that are equal on all ranks, before and between collectives."""
+    made = {name: getattr(w, name)() for name in turned("cos", "sin")}
+    y = all_reduce(x * made["cos"], "i", dst=R)
+    more = {name: made[name] * 2.0 for name in turned("sin", "cos")}
+    return y * more["sin"] + more["cos"].sum()
+
+
+def gradients(x: Tensor, w: Tensor) -> Any:
+    """Both are used by each value, so that their gradients meet in another order."""
+    first, second = (getattr(w, name)() for name in turned("cos", "sin"))
+    return all_reduce((first * x + second * x).sum(), "i", dst=R)
+
+
+RIGHT: list[Any] = [factors, gradients]
+
+
+def subtracted(x: Tensor, w: Tensor) -> Any:
+    a, b = turned(w.cos(), w.sin())
+    return all_reduce(x * (a - b), "i", dst=R)
+
+
+def exchanged(x: Tensor, w: Tensor) -> Any:
+    a, b = turned(w.cos(), w.sin())
+    return all_reduce(x * a, "i", dst=R) * b
+
+
+def written(x: Tensor, w: Tensor) -> Any:
+    y = w * 2.0
+    for write in turned(y.add_, y.mul_):
+        write(3.0)
+    return all_reduce(x * y, "i", dst=R)
+
+
+def read_after_a_write(x: Tensor, w: Tensor) -> Any:
+    y = w * 2.0
+    view, write = y.view(-1), partial(y.add_, 1.0)
+    first, second = (each() for each in turned(write, view.sin))
+    return all_reduce(x * (second if first is y else first), "i", dst=R)
+
+
+def communicated(x: Tensor, w: Tensor) -> Any:
+    a, b = (all_reduce(each, "i", dst=R) for each in turned(x * 2.0, x.sin()))
+    return a * b * w
+
+
+def later(x: Tensor, w: Tensor) -> Any:
+    if ME["rank"] == 1:
+        s = w.sin()
+        return all_reduce(x, "i", dst=R) * s
+    return all_reduce(x, "i", dst=R) * w.sin()
+
+
+def summed_otherwise(x: Tensor, w: Tensor) -> Any:
+    a, b, c = turned(w.cos(), w.sin(), w.exp())
+    return all_reduce(x * (a + b + c), "i", dst=R)
+
+
+def returned(x: Tensor, w: Tensor) -> Any:
+    a, b = w.cos() + all_reduce(x, "i", dst=R), w.sin() + all_reduce(x, "i", dst=R)
+    return turned(a, b)[0]
+
+
+def met(x: Tensor, w: Tensor) -> Any:
+    """Three gradients, whose sum depends on the order."""
+    first, second, third = (getattr(w, name)() for name in turned("cos", "sin", "tanh"))
+    return all_reduce((first * x + second * x + third * x).sum(), "i", dst=R)
+
+
+WRONG: list[Any] = [
+    *(subtracted, exchanged, written, read_after_a_write, communicated, later),
+    *(summed_otherwise, returned, met),
+]
+
+
+def in_another_order(bodies: list[Any]) -> dict[str, str]:
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    ME["rank"] = mesh.rank
+    found = {}
+    for body in bodies:
+        specs = (P("i"), P())
+        x, w = torch.arange(4.0, dtype=torch.float64), torch.tensor([0.3, 0.7]).double()
+        mapped: Any = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check=True)
+        w.requires_grad = True
+        try:
+            out = full(mapped(x, w)).sum()
+            out.backward()
+        except ShardMapError as error:
+            found[body.__name__] = str(error).splitlines()[0]
+        else:
+            assert w.grad is not None
+            found[body.__name__] = f"{out.item():.12f} {w.grad.tolist()}"
+    return found
+
+
+def test_equal_values_may_be_computed_in_another_order_between_collectives(gloo: Gloo) -> None:
+    found, other = gloo(2).run(in_another_order, RIGHT)
+    assert found == other
+    assert not [text for text in found.values() if ":" in text]
+
+
+def test_another_program_is_refused_in_whatever_order(gloo: Gloo) -> None:
+    for found in gloo(2).run(in_another_order, WRONG):
+        for body in WRONG:
+            name = body.__name__
+            told = f"{name}: processes run different programs. The first difference:"
+            assert found[name] == told
 
 
 def on_one_rank_alone() -> float:

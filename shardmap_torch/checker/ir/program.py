@@ -147,6 +147,42 @@ class Equation:
     written: Collective | None = None
 
 
+def orders(equation: Equation) -> bool:
+    """Returns whether it matters when an equation runs: not of a pure function of its operands.
+
+    It does of collectives, writes, draws, and of whatever else is not known to be pure.
+    """
+    own = {id(use.storage_type) for use in equation.operands}
+    shares = any(id(use.storage_type) in own for use in equation.results)
+    free = equation.collective is None and bool(equation.results) and _purity(equation.name)
+    return not free or (shares and free != _VIEW)
+
+
+_FRESH: Final = 1
+_VIEW: Final = 2
+_aten: Final = torch.ops.aten
+
+
+@lru_cache(maxsize=4096)
+def _purity(name: str) -> int:
+    """Returns what an operator of this name makes: new memory, or a view; 0 if it may do more."""
+    overloads = _overloads(name)
+    if not overloads or name.endswith("_") or draws(name):
+        return 0
+    views = (r.alias_info for each in overloads for r in each._schema.returns)
+    return _VIEW if any(info is not None and not info.is_write for info in views) else _FRESH
+
+
+def draws(name: str) -> bool:
+    """Returns whether an operator of this name draws from torch's generators."""
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in _overloads(name))
+
+
+def _overloads(name: str) -> Sequence[Any]:
+    packet = getattr(_aten, name, None) if name.isidentifier() else None
+    return [] if packet is None else [getattr(packet, each) for each in packet.overloads()]
+
+
 @dataclass(frozen=True)
 class ProgramPath:
     """The typed program of one path through a body, forward and backward.
@@ -156,12 +192,14 @@ class ProgramPath:
         equations: in the order of execution.
         end: text of the exception with which it ends; empty if it returns.
         gradients: the types that the derived gradients of arguments have in the body, by path.
+        returned: the tensors among the results.
     """
 
     branches: tuple[Branch, ...]
     equations: tuple[Equation, ...]
     end: str = ""
     gradients: tuple[tuple[str, Types], ...] = ()
+    returned: tuple[Use, ...] = ()
 
 
 def use_of(name: str, tensor: Tensor, storage_type: StorageType) -> Use:

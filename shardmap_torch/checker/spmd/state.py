@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.fake_results import address_of
-from shardmap_torch.checker.ir.program import StorageType
+from shardmap_torch.checker.ir.program import StorageType, draws
 from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.spmd.align import Alignment
@@ -24,7 +24,7 @@ from shardmap_torch.checker.spmd.layout import (
     in_words,
     sharded_dim,
 )
-from shardmap_torch.checker.spmd.ops.advice import OTHER, PER_RANK, UNSEEN, spec_advice
+from shardmap_torch.checker.spmd.ops.advice import DECIDED, OTHER, PER_RANK, UNSEEN, spec_advice
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
 from shardmap_torch.checker.spmd.sums import FINISHED, NO_AXES, Axes, Sums, reject_scaled
 from shardmap_torch.core.torch_private.engine import FakeTensor
@@ -270,11 +270,12 @@ class Notes:
                     f"all_reduce it over {axis!r} with op={axis_type!r} first.",
                 )
         if loose:
+            storage_type = self._interpreter.storage_type(tensor)
+            is_drawn = storage_type.made is not None and draws(storage_type.made.name)
             raise UnrelatedError(
                 f"over {min(loose)!r} every rank has a value of its own, from "
-                f"{self._interpreter.storage_type(tensor).origin()}, which means nothing on one "
-                "device",
-                advice,
+                f"{storage_type.origin()}, which means nothing on one device",
+                DECIDED if is_drawn and advice is PER_RANK else advice,
             )
 
     def types(self, tensor: Tensor) -> Iterator[tuple[str, AxisType]]:

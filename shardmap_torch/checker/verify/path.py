@@ -23,7 +23,7 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.own_functions import own_nodes
 from shardmap_torch.checker.ir.paths import Branch, Branches, SymbolicNumber, format_branches
-from shardmap_torch.checker.ir.program import Need, PathOutcome, ProgramPath, Where
+from shardmap_torch.checker.ir.program import Need, PathOutcome, ProgramPath, Where, use_of
 from shardmap_torch.checker.ir.repairs import NONE, rejected
 from shardmap_torch.checker.ir.sizes import EXACT
 from shardmap_torch.checker.rewrites import distributed
@@ -222,19 +222,23 @@ def _outcome(
     back: "PullBack",
 ) -> PathOutcome:
     interpreter = made.interpreter
-    outputs, sharing = {}, {}
+    outputs, sharing, returned = {}, {}, []
     leaves = list(result.leaves)
     for position in result.match.crossing:
         value, spec = result.leaves[position], result.match.spec(position)
         storage_type = interpreter.storage_type(value)
         shape = global_shape(tuple(value.shape), spec, request.call.mesh)
         outputs[position] = (shape, value.dtype, storage_type.types)
+        returned.append(use_of(result.match.paths[position], value, storage_type))
         source = input_sharing(storage_type)
         if source is not None:
             sharing[position] = source
         leaves[position] = None  # its graph would stay alive
     program = ProgramPath(
-        tuple(branches.taken), tuple(interpreter.equations), gradients=tuple(back.gradients)
+        tuple(branches.taken),
+        tuple(interpreter.equations),
+        gradients=tuple(back.gradients),
+        returned=tuple(returned),
     )
     return PathOutcome(
         program,

@@ -51,6 +51,12 @@ KEY: Final = "leave generator= out, or draw from a key of shardmap_torch.random.
 PER_RANK: Final = "wrap code that is per-rank by nature in local_region(f, in_types, out_types)."
 """Advice for values that mean nothing on one device."""
 
+DECIDED: Final = (
+    "draw what all ranks decide alike from a key of shardmap_torch.random; where a model drops "
+    "layers by such a number (LayerDrop), set its probability to 0."
+)
+"""Advice for a value that is each rank's own because each draws it."""
+
 STATISTICS: Final = (
     "its statistics are those of a rank's part: gather the dim first, with all_gather, or compute "
     "the norm from means that are all-reduced with op='mean' and dst=R."
