@@ -1,7 +1,7 @@
 """Evaluation: the values of a record on numbers, for all ranks of a mesh in one loop."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,14 +20,17 @@ Ranks: TypeAlias = list[Tensor]
 """The values of one slot, by rank."""
 
 
-class Computer(Protocol):
-    """A computer of the steps of an evaluation, which is told where values come from."""
+class Computer:
+    """Computes the steps of an evaluation as they are; it is told where values come from."""
 
     def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> Sequence[Any]:
         """Returns what an operator makes on each rank of these arguments."""
+        run: Any = step.run
+        return [run(**each) for each in arguments]
 
     def closure(self, real: Tensor, site: Site | None) -> Tensor:
         """Returns what stands for a tensor that the body closes over."""
+        return real
 
     def note_inputs(self, inputs: Sequence[Ranks]) -> None:
         """Notes the inputs, on all ranks."""

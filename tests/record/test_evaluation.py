@@ -1,6 +1,6 @@
 """A record evaluated on numbers computes what its body computes, results and gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -25,8 +25,8 @@ from shardmap_torch import (
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.verify.verdict import Verdict, attempt
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.record.evaluation import Evaluation, Ranks
-from shardmap_torch.record.program import Record, Step
+from shardmap_torch.record.evaluation import Computer, Evaluation
+from shardmap_torch.record.program import Record
 from shardmap_torch.record.recorder import ProgramRecorder
 from shardmap_torch.run.trials.draws import Like
 from shardmap_torch.run.trials.runs import Program
@@ -75,21 +75,6 @@ def own_gradient(x: Tensor, w: Tensor) -> Tensor:
 BODIES: Final = (ring, written, closed, moved, extreme, own_gradient)
 
 
-class Plain:
-    """Computes operators as they are."""
-
-    def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-        run: Any = step.run
-        return [run(**each) for each in arguments]
-
-    def closure(self, real: Tensor, site: object) -> Tensor:
-        return real
-
-    def note_inputs(self, inputs: object) -> None: ...
-    def note_cotangents(self, xs: Ranks) -> None: ...
-    def note_moved(self, made: Ranks, operands: Ranks, adds: bool) -> None: ...
-
-
 def recorded(f: Callable[..., Any], *args: Any) -> tuple[Any, Verdict, Record]:
     call = f._shardmap_call(args)  # type: ignore[attr-defined]
     verdict = attempt(call, NONE, "local", observe=ProgramRecorder)
@@ -111,7 +96,7 @@ def test_an_evaluation_has_the_results_and_gradients_of_a_run(body: Callable[...
     call, verdict, record = recorded(f, *args)
     likes = {at: Like(x.shape, x.dtype, x.device, True) for at, x in enumerate(args)}
     program = Program(call, verdict, likes)
-    evaluation = program.evaluation(dict(enumerate(args)), Plain())  # type: ignore[arg-type]
+    evaluation = program.evaluation(dict(enumerate(args)), Computer())
     y = f(*args)
     [(path, found)] = program.results(evaluation).items()
     assert torch.equal(found, y)
@@ -150,5 +135,5 @@ def test_an_evaluation_does_not_write_into_its_inputs() -> None:
     before = x.detach().clone()
     specs = [verdict.match.spec(at) for at in (0, 1)]
     mesh = make_mesh((2, 2), ("a", "b"), kind="simulated")
-    Evaluation(record, mesh, Plain(), specs, [x, w])
+    Evaluation(record, mesh, Computer(), specs, [x, w])
     assert torch.equal(x, before)

@@ -15,14 +15,14 @@ from shardmap_torch.core.caching import lazy
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.errors import ShardTypeError
 from shardmap_torch.mesh import Mesh
-from shardmap_torch.record.evaluation import Evaluation
+from shardmap_torch.record.evaluation import Computer, Evaluation
 from shardmap_torch.record.program import Record
 from shardmap_torch.run.threads import close, unequal
 from shardmap_torch.run.trials.draws import Draw, Like
 from shardmap_torch.run.trials.noise import Drawn, Noise
 from shardmap_torch.run.trials.operators import CLASS_LOSSES, name_of
 from shardmap_torch.run.trials.seen import Seen
-from shardmap_torch.run.trials.watch import UntriedError, Unwatched, Watched
+from shardmap_torch.run.trials.watch import UntriedError, Watched
 from shardmap_torch.spec import P
 
 GRADIENT: Final = "the gradient of "
@@ -147,7 +147,7 @@ class Program:
         """Starts what the body draws by itself in one run."""
         return Noise(self.call.mesh, self.drawn, draw.seed)
 
-    def evaluation(self, inputs: Mapping[int, Tensor], computer: Unwatched) -> Evaluation:
+    def evaluation(self, inputs: Mapping[int, Tensor], computer: Computer) -> Evaluation:
         """Evaluates the forward on global inputs."""
         call, match = self.call, self.verdict.match
         specs = [match.spec(at) for at in call.crossing]

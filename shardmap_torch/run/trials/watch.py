@@ -13,7 +13,7 @@ from shardmap_torch.checker.rules.infer import signature_of
 from shardmap_torch.checker.spmd.ops.losses import READING_TARGETS
 from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import OpOverload
-from shardmap_torch.record.evaluation import Ranks
+from shardmap_torch.record.evaluation import Computer, Ranks
 from shardmap_torch.record.program import Step
 from shardmap_torch.run.trials import operators
 from shardmap_torch.run.trials.draws import Draw, widened
@@ -40,7 +40,7 @@ class UntriedError(BaseException):
 
 
 @dataclass(eq=False)
-class Unwatched:
+class Unwatched(Computer):
     """Computes a run of which only the results count: in wide numbers, with drawn closures.
 
     Attributes:
@@ -90,15 +90,6 @@ class Unwatched:
         memory = real.untyped_storage()._cdata
         key = memory, real.storage_offset(), real.shape, real.stride()
         return self.draw.closure(key, real)
-
-    def note_inputs(self, inputs: Sequence[Ranks]) -> None:
-        """Notes nothing."""
-
-    def note_cotangents(self, xs: Ranks) -> None:
-        """Notes nothing."""
-
-    def note_moved(self, made: Ranks, operands: Ranks, adds: bool) -> None:
-        """Notes nothing."""
 
 
 @dataclass(eq=False)

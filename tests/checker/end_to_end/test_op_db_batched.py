@@ -25,7 +25,7 @@ from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.verify.verdict import attempt
 from shardmap_torch.core.function_modes import LOST, FunctionMode
 from shardmap_torch.core.functorch import is_smooth
-from shardmap_torch.record.program import Step
+from shardmap_torch.record.evaluation import Computer
 from shardmap_torch.record.recorder import ProgramRecorder
 from shardmap_torch.run.trials.draws import Like
 from shardmap_torch.run.trials.runs import Program
@@ -120,21 +120,6 @@ def batched(trial: Trial, given: dict[int, Tensor], grids: Mapping[int, Tensor])
     return results, derive(results, given, grids)
 
 
-class Plain:
-    """Computes the operators of a record as they are."""
-
-    def compute(self, step: Step, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-        run: Any = step.run
-        return [run(**each) for each in arguments]
-
-    def closure(self, real: Tensor, site: object) -> Tensor:
-        return real
-
-    def note_inputs(self, inputs: object) -> None: ...
-    def note_cotangents(self, xs: object) -> None: ...
-    def note_moved(self, made: object, operands: object, adds: bool) -> None: ...
-
-
 def evaluated(trial: Trial, given: dict[int, Tensor], grids: Mapping[int, Tensor]) -> Any:
     """Evaluates the record.
 
@@ -148,7 +133,7 @@ def evaluated(trial: Trial, given: dict[int, Tensor], grids: Mapping[int, Tensor
     likes = {at: Like(x.shape, x.dtype, x.device, x.requires_grad) for at, x in enumerate(args)}
     program = Program(call, verdict, likes)
     try:
-        evaluation = program.evaluation(dict(enumerate(args)), Plain())  # type: ignore[arg-type]
+        evaluation = program.evaluation(dict(enumerate(args)), Computer())
     except UntriedError as error:
         raise UnrecordedError(str(error)) from None
     results = program.results(evaluation)
