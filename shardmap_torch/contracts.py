@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.core.functorch import base_of
-from shardmap_torch.core.source_location import is_raised_by_call, is_raised_by_user
+from shardmap_torch.core.source_location import (
+    is_raised_by_call,
+    is_raised_by_user,
+    users_part,
+)
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import ShardMapError, show, show_shape
 
@@ -130,6 +134,7 @@ def _explaining(
             is_inner = caller.get("__name__", "").startswith(_PACKAGE)
             text = None if is_inner else _explanation(function, name, args, kwargs, raised)
             if text is None:
+                raised.__traceback__ = users_part(raised)  # frames of this package say nothing
                 raise
             raise error(f"{name}: {text}") from raised
 

@@ -23,9 +23,13 @@ from shardmap_torch import (
     all_gather,
     all_reduce,
     axis_index,
+    check_program,
     convert,
     current_mesh,
+    device_put,
+    explain,
     make_mesh,
+    trace,
     use_mesh,
 )
 from shardmap_torch import shard_map as checked
@@ -619,14 +623,19 @@ def test_the_traceback_of_an_error_has_the_frames_of_the_user(
     mesh = make_mesh((2,), ("tp",), kind="simulated")
     mapped = checked(lambda x: layer(x), mesh=mesh, in_specs=P("tp"), out_specs=P(), check=check)
 
-    def frames() -> list[str]:
-        with pytest.raises(kind) as caught:
-            mapped(torch.ones(4))
+    def frames(call: Callable[..., object], *args: object) -> list[str]:
+        with pytest.raises((kind, SpecError)) as caught:
+            call(*args)
         return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
-    assert frames() == ["frames", "<lambda>", "layer"]
+    x = torch.ones(4)
+    assert frames(mapped, x) == ["frames", "<lambda>", "layer"]
+    for ask in (check_program, trace, explain):
+        if check is not False:
+            assert frames(ask, mapped, x) == ["frames", "<lambda>", "layer"]
+    assert frames(device_put, torch.ones(3), mesh, P("tp")) == ["frames"]
     monkeypatch.setenv("SHARDMAP_TRACEBACK", "full")
-    assert "run" in frames()
+    assert "run" in frames(mapped, x)
 
 
 test_on_every_mesh = claimed(

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmap_torch import P, ShardTypeError, checkpoint, lax, make_mesh, shard_map, value_and_grad
+from shardmap_torch import (
+    OneDeviceWarning,
+    P,
+    ShardTypeError,
+    checkpoint,
+    lax,
+    make_mesh,
+    shard_map,
+    value_and_grad,
+)
 from shardmap_torch.core.tree import flatten
 from tests.lax.support.jax_programs import PROGRAMS, STEPS
 from tests.support.fuzzing import FUZZ, sampled
@@ -111,6 +120,15 @@ def test_a_program_of_jax_has_its_value_and_gradients(name: str) -> None:
 )
 def test_a_program_of_jax_has_its_value_and_gradients_on_ranks(name: str) -> None:
     check_program(name, True, "ranks")
+
+
+@pytest.mark.parametrize("name", sampled(PROGRAMS, *QUICK))
+def test_the_default_tells_of_no_program_that_means_the_same_on_one_device(name: str) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", OneDeviceWarning)
+        check_program(name, None, "vmap")
+    about = [each for each in told if each.category is OneDeviceWarning]
+    assert name not in ON_ONE_DEVICE or about == []
 
 
 @pytest.mark.parametrize("name", sampled(PROGRAMS, *QUICK))

@@ -64,6 +64,11 @@ def test_a_text_that_names_no_place_is_unclear() -> None:
             edited(source, text)
 
 
+def test_the_default_tells_of_each_wrong_program_that_it_accepts_and_of_no_right_one() -> None:
+    found = {printed.by_default(*pair) for pair in MUTANTS[:COUNT]}
+    assert found <= {printed.REFUSED, "told of and wrong", "silent and right"}
+
+
 def test_the_default_tells_of_no_right_program() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", OneDeviceWarning)

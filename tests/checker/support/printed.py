@@ -261,6 +261,19 @@ def _same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     )
 
 
+def by_default(wrong: Source, right: Source) -> str:
+    """Returns what the default check makes of a program, and whether that is the right one."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            found = wrong.outcome(None)
+        except Exception:  # of torch too, about shapes that do not fit
+            return REFUSED
+    said = any(each.category is OneDeviceWarning for each in told)
+    same = _same(found, right.outcome())
+    return f"{'told of' if said else 'silent'} and {RIGHT if same else WRONG}"
+
+
 def every_mutant(seed: int = 0) -> list[tuple[Source, Source]]:
     """Returns wrong programs and the right ones that they are made of, in an order of its own."""
     pairs = [(wrong, right) for right in sources() for wrong in mutants(right)]
