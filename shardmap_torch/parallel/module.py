@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardmap_torch.checker.queries import closed_over
 from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.source_location import error_site, users_part
+from shardmap_torch.core.torch_private.engine import leave_uncompiled
 from shardmap_torch.core.tree import Tree, flatten, map_leaves
 from shardmap_torch.errors import SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
@@ -393,6 +394,12 @@ class _ParallelCall:
         )
         return mapped
 
+
+leave_uncompiled(
+    _ParallelCall.__call__,
+    nested=True,
+    why="a module that parallelize has changed runs uncompiled; compile functions of shard_map",
+)
 
 _RUNS: Final = 3
 """After one of them it is known which outputs have rows, and after two in which dim."""

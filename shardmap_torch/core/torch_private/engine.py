@@ -154,8 +154,13 @@ def tensor_guard(tensors: Sequence[Tensor]) -> Any:
     return kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
-def leave_uncompiled(function: Any, nested: bool) -> None:
-    """Has torch.compile run a function as it is, `nested` with all that it calls."""
+def leave_uncompiled(function: Any, nested: bool, why: str = "") -> None:
+    """Has torch.compile run a function as it is, `nested` with all that it calls.
+
+    With `why` also where code that it compiles calls the function: an error with `fullgraph=True`.
+    """
+    if why:  # as torch.compiler.disable does, which imports the compiler
+        function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
     inner = _FrameAction.SKIP if nested else _FrameAction.DEFAULT
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, inner))
 
