@@ -42,7 +42,7 @@ def as_one_device(mesh: Mesh) -> None:
         torch.testing.assert_close(loss, around(one)(X))
         for p, q in zip(ours.parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad)
-    torch._dynamo.reset()  # or it calls what it has compiled
+    torch.compiler.reset()  # or it calls what it has compiled
     with pytest.raises(Unsupported, match="a module that parallelize has changed runs uncompiled"):
         torch.compile(around(ours), backend="eager", fullgraph=True)(X)
 
