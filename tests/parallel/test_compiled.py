@@ -32,10 +32,11 @@ def as_one_device(mesh: Mesh) -> None:
     one = models.mlp()
     ours = parallelize(copy.deepcopy(one), mesh, PLAN, axis="tp")
     around(one)(X).backward()
-    for compile in (
+    compiled: list[Callable[[], Callable[[Tensor], Tensor]]] = [
         lambda: torch.compile(around(ours), backend="eager"),
         lambda: around(torch.compile(ours, backend="eager")),
-    ):
+    ]
+    for compile in compiled:
         ours.zero_grad()
         loss = compile()(X)
         loss.backward()
