@@ -7,6 +7,7 @@ others in the collectives that autograd runs there.
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, Final
 
 import torch
@@ -308,8 +309,8 @@ class _RanksFunction(_FirstOrder):
         ctx.set_materialize_grads(False)
         ctx.ranks, *tensors = inputs
         # Others may be written after the call, as running statistics.
-        pairs = zip(tensors, ctx.ranks.differentiable, strict=True)
-        ctx.save_for_backward(*[x for x, is_differentiable in pairs if is_differentiable])
+        kept = [*ctx.ranks.differentiable, *[True] * len(ctx.ranks.closures)]
+        ctx.save_for_backward(*compress(tensors, kept))
         ctx.mark_non_differentiable(
             *[y for y, leads in zip(output, ctx.ranks.leading_in(), strict=True) if not leads]
         )
