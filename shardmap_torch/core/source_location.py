@@ -122,6 +122,11 @@ def call_site() -> Site | None:
     return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
+def warned_at(site: Site | None) -> tuple[str, int]:
+    """Returns file and line of a warning about a line, of this package where there is none."""
+    return ("shardmap_torch", 0) if site is None else (site.file, site.line)
+
+
 def site_within(code: CodeType) -> Site | None:
     """Finds that line if a function which is running has called it, as autograd calls backwards."""
     inner = takewhile(lambda each: each.f_code is not code, _outwards(sys._getframe(1)))

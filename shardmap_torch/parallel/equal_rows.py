@@ -7,7 +7,7 @@ from math import prod
 from torch import Tensor
 
 from shardmap_torch.core.hashing import Bits, has_bits
-from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.source_location import call_site, warned_at
 from shardmap_torch.errors import show_shape
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.placing import compared, control_of
@@ -39,9 +39,7 @@ def warn_of_equal_rows(
         f"DistributedSampler(data, num_replicas={size}, rank=...) with its position along {axis}; "
         f"or, where each rank reads the whole batch, device_put(batch, mesh, {spec})."
     )
-    site = call_site()
-    file, line = ("shardmap_torch", 0) if site is None else (site.file, site.line)
-    warnings.warn_explicit(message, UserWarning, file, line, registry={})
+    warnings.warn_explicit(message, UserWarning, *warned_at(call_site()), registry={})
 
 
 def _differs_within(x: Tensor) -> bool:

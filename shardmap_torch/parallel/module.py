@@ -1,5 +1,6 @@
 """`parallelize`: runs a module as one checked per-rank program, by a plan."""
 
+import gc
 import inspect
 import sys
 import threading
@@ -9,6 +10,7 @@ from dis import opmap
 from functools import cached_property, partial
 from types import MethodType, TracebackType
 from typing import Any, Final, Literal, TypeVar, cast
+from warnings import warn_explicit
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardmap_torch.checker.queries import closed_over
 from shardmap_torch.core.hashing import hash_text
-from shardmap_torch.core.source_location import error_site, users_part
+from shardmap_torch.core.source_location import call_site, error_site, users_part, warned_at
 from shardmap_torch.core.torch_private.engine import leave_uncompiled
 from shardmap_torch.core.tree import Tree, flatten, map_leaves
 from shardmap_torch.errors import SpecError, show, show_shape
@@ -155,6 +157,7 @@ def parallelize(
 
     def place(resolved: Plan) -> Plan:
         if on.kind in PROCESS_KINDS:
+            _warn_of_optimizers([*module.parameters()])
             _place(module, on, resolved, src_data_rank)
         return resolved
 
@@ -570,6 +573,19 @@ def _described(module: nn.Module, src_data_rank: int | None, plan: Plan) -> Iter
         own = "" if src_data_rank is not None else f", hash {hash_text(x)}"
         own += "" if x.grad is None else ", with a gradient"
         yield f"  {name}: {show_shape(x.dtype, x.shape)}, {plan.specs[name]!r}{own}"
+
+
+def _warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
+    """Warns where an optimizer has been made of parameters that are replaced: it moves nothing."""
+    lists = [each for each in gc.get_referrers(*replaced) if isinstance(each, list)]
+    groups = gc.get_referrers(*lists) if lists else []
+    if any(isinstance(each, dict) and {"params", "lr"} <= each.keys() for each in groups):
+        message = (
+            "parallelize replaces the parameters of a module, and an optimizer holds those of "
+            "before: its steps would change nothing.\nFix: make it afterwards, of "
+            "module.parameters()."
+        )
+        warn_explicit(message, UserWarning, *warned_at(call_site()), registry={})
 
 
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:

@@ -1,6 +1,7 @@
 """torch's optimizers on the parameters of a parallelized module, with accumulated gradients."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,22 @@ def train_as_one_device(mesh: Mesh) -> None:
 
 def test_optimizers_of_torch_train_shards_as_one_device_or_raise_an_error(gloo: Gloo) -> None:
     run_on("gloo", train_as_one_device, gloo, (2,), ("a",))
+
+
+def made_before(mesh: Mesh) -> None:
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    early = model()
+    optimizer = optim.AdamW(early.parameters())
+    with pytest.warns(UserWarning, match=r"its steps would change nothing\.\nFix: make it after"):
+        parallelize(early, mesh, plan)
+    del optimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(model(), mesh, plan)
+
+
+def test_an_optimizer_that_is_made_before_placing_is_told_of(gloo: Gloo) -> None:
+    run_on("gloo", made_before, gloo, (2,), ("a",))
 
 
 def test_each_optimizer_of_torch_for_dense_gradients_is_tried() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from shardmap_torch.checker.guards.state import Signature
 from shardmap_torch.checker.sizes import Slot
-from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.source_location import call_site, warned_at
 
 LIMIT: Final = 32
 """Number of calls in a row before the warning: more than most models have numbered layers."""
@@ -148,10 +148,9 @@ def _warn(function: str, series: _Series, why: str) -> None:
     if series.is_size:
         reason = f" The verdict holds for one size only: {why}." if why else ""
         advice = reason + _SIZE
-    site = call_site()
     warnings.warn_explicit(
         f"{function}: each of the last {len(series.values)} calls was checked again, since "
         f"{series.label} was another one each time: ..., {latest}.{advice}",
         UserWarning,
-        *(("shardmap_torch", 0) if site is None else (site.file, site.line)),
+        *warned_at(call_site()),
     )
