@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardmap_torch.core.function_modes import FunctionMode
@@ -77,6 +77,12 @@ class WholeBatch(FunctionMode):
             if each is not None:
                 each.copy_(value)
         return y
+
+
+class WholeBatchNorm(nn.SyncBatchNorm):
+    """A SyncBatchNorm that leaves the statistics of all rows to `WholeBatch`."""
+
+    forward = nn.BatchNorm2d.forward
 
 
 _BATCH_NORM: Final = inspect.signature(functional.batch_norm)

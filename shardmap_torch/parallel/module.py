@@ -42,7 +42,7 @@ from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
 from shardmap_torch.parallel.data import Data, read_data
 from shardmap_torch.parallel.forwards import Shared, style_forward
-from shardmap_torch.parallel.losses import WholeBatch
+from shardmap_torch.parallel.losses import WholeBatch, WholeBatchNorm
 from shardmap_torch.parallel.plan import Plan, Style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import is_within_body, untracked, within_body
@@ -429,6 +429,8 @@ def _body(
     shared = Shared()
 
     def adapt(path: str, copy: nn.Module) -> None:
+        if type(copy) is nn.SyncBatchNorm:
+            copy.__class__ = WholeBatchNorm
         style_forward(plan, path, copy, shared)
         units.adapt(path, copy)
 

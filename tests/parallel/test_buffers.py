@@ -1,6 +1,5 @@
 """Buffers that a forward writes into are state, and batch norms take statistics of all rows."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,6 +89,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Tensor]]] = {
     "a norm of rows": (normed, ROWS),
     "one row a rank": (normed, [x[:2] for x in ROWS]),
     "no running statistics": (partial(normed, affine=False, track_running_stats=False), ROWS),
+    "a synchronized norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), ROWS),
     "a norm that is recomputed": (Recomputed, ROWS),
     "a frozen norm": (frozen, ROWS),
     "a counter": (Counting, ROWS),
@@ -99,8 +99,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[Tensor]]] = {
 def alike(name: str, mesh: Mesh, **data: Any) -> None:
     make, batches = CASES[name]
     torch.manual_seed(0)
-    one = make().double()
-    ours = parallelize(copy.deepcopy(one), mesh, check="global", **data)
+    ours = parallelize(make().double(), mesh, check="global", **data)
+    torch.manual_seed(0)
+    one = (normed if name == "a synchronized norm" else make)().double()  # that needs a GPU
     where = mesh.coordinates(mesh.rank)["a"] if mesh.kind != "simulated" else None
     for x in batches:
         own = x if where is None else x.chunk(mesh.shape["a"])[where]

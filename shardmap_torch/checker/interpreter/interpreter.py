@@ -476,11 +476,6 @@ class Interpreter(TypeStore):
         """Returns whether calls depend on more here than their operands: few bodies get there."""
         return self.numbers.any or self.is_paused or self.copies.are_stale
 
-    @property
-    def is_symbolic(self) -> bool:
-        """Returns whether sizes are symbols, or stand-ins for numbers: equal, and not the same."""
-        return self.fake.shape_env is not None or self.numbers.any
-
     def begin(self) -> None:
         """Starts recording autograd nodes; earlier ones are not the body's."""
         self._sequence = sequence_number()
