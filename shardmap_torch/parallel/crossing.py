@@ -54,11 +54,21 @@ class Inputs:
     """Specs and casts of the inputs of a parallelized module."""
 
     def __init__(
-        self, module: str, mesh: Mesh, plan: Plan, in_specs: Tree, names: Sequence[str]
+        self,
+        module: str,
+        mesh: Mesh,
+        plan: Plan,
+        in_specs: Tree,
+        names: Sequence[str],
+        is_part: bool,
     ) -> None:
-        """Keeps `in_specs` as for `shard_map`, or None for the root style's layouts."""
+        """Keeps `in_specs` as for `shard_map`, or None for the root style's layouts.
+
+        Plain inputs of a part that is called from outside are whole.
+        """
         self._mesh, self._axis, self._names = mesh, plan.axis, names
         self._module, self._is_compared = module, False
+        self._is_whole = is_part or in_specs is not None
         self._in_specs, self._data = in_specs, plan.data
         root = plan.root
         changes = (root.inputs or ()) if root else ()
@@ -86,7 +96,7 @@ class Inputs:
 
     def enter(self, tree: Tree, specs: Tree) -> Tree:
         """Makes DTensors of plain tensors that are this rank's shards by the plan."""
-        if self._mesh.kind not in PROCESS_KINDS or self._in_specs is not None:
+        if self._mesh.kind not in PROCESS_KINDS or self._is_whole:
             return tree
         leaves, structure = flatten(tree)
         self._compare(tree, specs)
@@ -171,7 +181,9 @@ class Inputs:
 class Outputs:
     """Specs and casts of the outputs of a parallelized module."""
 
-    def __init__(self, mesh: Mesh, plan: Plan, out_specs: Tree, is_carried: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, plan: Plan, out_specs: Tree, is_carried: bool, is_part: bool
+    ) -> None:
         """Keeps `out_specs` as for `shard_map`, or None for the root style's layouts.
 
         A plan that the module carries leaves some results sharded, as attentions by their heads.
@@ -179,7 +191,7 @@ class Outputs:
         self._mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
         is_open = out_specs is None and plan.root is None and plan.axis in mesh.axis_names
         self._finds = is_open and (is_carried or plan.leaves_shards)
-        self._refuses = is_open and not self._finds
+        self._refuses, self._is_part = is_open and not self._finds, is_part
         changes = (plan.root.outputs or ()) if plan.root else ()
         self._layouts = [None if change is None else change[1] for change in changes]
         self._data = plan.data
@@ -259,7 +271,7 @@ class Outputs:
     def leave(self, out: Tree) -> Tree:
         """Converts outputs to DTensors or to this rank's tensors, as the plan says."""
         # What is sharded stays a DTensor; so do rows, whose mean on one rank is not the batch's.
-        is_whole = self._is_local and bool(self._finds or self._data.axes)
+        is_whole = self._is_part or (self._is_local and bool(self._finds or self._data.axes))
         if self._mesh.kind not in PROCESS_KINDS or self._out_specs is not None or is_whole:
             return out
         return map_leaves(self._to_local if self._is_local else self._to_dtensor, out)

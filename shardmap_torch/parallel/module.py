@@ -6,11 +6,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dis import opmap
 from functools import cached_property, partial
 from types import MethodType, TracebackType
 from typing import Any, Final, Literal, TypeVar, cast
-from warnings import warn_explicit
+from warnings import warn, warn_explicit
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.source_location import call_site, error_site, users_part, warned_at
 from shardmap_torch.core.torch_private.engine import leave_uncompiled
 from shardmap_torch.core.tree import Tree, flatten, map_leaves
-from shardmap_torch.errors import SpecError, show, show_shape
+from shardmap_torch.errors import ShardTypeError, SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.mixing.results import guarded
 from shardmap_torch.parallel.buffers import copied, write_buffers, written_into
@@ -80,7 +81,8 @@ def parallelize(
     and after their own forward. So all code of the module, between the styles too, is checked
     before it first runs, and `check_program`, `explain` and `trace` take the module. Types are
     known in the body: if the plan says Shard(1) and the value is replicated, that is an error, not
-    a wrong result.
+    a wrong result. A forward whose sizes depend on data runs as it is, and each of its parts as a
+    program like that, which a warning tells.
 
     On a process-group mesh every parameter becomes a DTensor parameter, placed as the plan says
     and replicated where it says nothing (buffers stay plain tensors), so `state_dict`, optimizers
@@ -173,7 +175,8 @@ def parallelize(
             and type(below).forward is not nn.Module.forward
             and any(True for _ in below.parameters())
         ):
-            vars(below)["forward"] = _ParallelCall(below, on, check, partial(call.plan_below, path))
+            remake = partial(call.plan_below, path)
+            vars(below)["forward"] = _ParallelCall(below, on, check, remake, apart=call.apart)
     vars(module)["forward"], vars(module)[_MAPPED] = call, call.use
     return module
 
@@ -236,10 +239,12 @@ class _ParallelCall:
         in_specs: Tree = None,
         out_specs: Tree = None,
         is_carried: bool = True,
+        apart: set[Any] | None = None,
     ) -> None:
         self._module, self._mesh, self._check, self._remake = module, mesh, check, remake
         self._specs, self._is_carried = (in_specs, out_specs), is_carried
         self._original = vars(module).get("forward")
+        self.apart: set[Any] = set() if apart is None else apart
         self._mapped: dict[Any, Callable[..., Any]] = {}
         self._cached: dict[str, P] = {}
 
@@ -251,11 +256,11 @@ class _ParallelCall:
     @cached_property
     def _inputs(self) -> Inputs:
         name, names = type(self._module).__name__, input_names(self._own)
-        return Inputs(name, self._mesh, self.plan, self._specs[0], names)
+        return Inputs(name, self._mesh, self.plan, self._specs[0], names, self._is_part)
 
     @cached_property
     def _outputs(self) -> Outputs:
-        return Outputs(self._mesh, self.plan, self._specs[1], self._is_carried)
+        return Outputs(self._mesh, self.plan, self._specs[1], self._is_carried, self._is_part)
 
     @property
     def _own(self) -> Callable[..., Any]:
@@ -266,8 +271,49 @@ class _ParallelCall:
         return inspect.signature(self._own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _MAPPED not in vars(self._module) and is_within_body():  # refused below
+        if self._is_part and is_within_body():  # refused below
             return self._own(*args, **kwargs)
+        if self._kind not in self.apart:
+            try:
+                return self._run(args, kwargs)
+            except ShardTypeError as error:
+                if not self._comes_apart(error):
+                    raise
+        whole: Any = self._module
+        own = {k: x.full_tensor() for k, x in whole._parameters.items() if isinstance(x, DTensor)}
+        if not own or self._original is not None:
+            return self._own(*args, **kwargs)
+        whole = copy(whole)
+        whole._parameters = {**whole._parameters, **own}
+        return type(whole).forward(whole, *args, **kwargs)
+
+    @property
+    def _is_part(self) -> bool:
+        return _MAPPED not in vars(self._module)
+
+    @property
+    def _kind(self) -> Any:
+        """What comes apart alike: modules of a class, and of torch's own this one alone."""
+        kind = type(self._module)
+        return id(self) if kind.__module__.startswith("torch.") else kind
+
+    def _comes_apart(self, error: ShardTypeError) -> bool:
+        """Returns whether the forward runs as it is from now on, between programs of its parts.
+
+        As that of a model with a tower for images, whose sizes depend on data. Its own code has
+        whole values then, as on one device: results that a part leaves sharded are DTensors.
+        """
+        has_root = self.plan.root is not None and not self._is_part
+        is_bound = has_root or self._specs != (None, None) or bool(self.plan.data.axes)
+        has_parts = any(True for _ in self._module.children())
+        if is_bound or not has_parts or not any(text in f"{error}" for text in _OF_DATA):
+            return False
+        self.apart.add(self._kind)
+        name, why = type(self._module).__name__, f"{error}".splitlines()[0]
+        warn(f"{name} runs as it is, and each of its parts as a program: {why}", stacklevel=3)
+        return True
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caches: list[Any] = []
         args, kwargs = take_out((args, kwargs), caches)
         if caches:
@@ -403,6 +449,8 @@ leave_uncompiled(
     nested=True,
     why="a module that parallelize has changed runs uncompiled; compile functions of shard_map",
 )
+_OF_DATA: Final = ("depends on data", "taken from a tensor, and may depend on its value")
+"""What errors say of sizes and numbers that depend on values."""
 
 _RUNS: Final = 3
 """After one of them it is known which outputs have rows, and after two in which dim."""

@@ -340,3 +340,21 @@ def test_a_layer_that_ranks_would_drop_by_their_own_numbers_is_told_to_drop_none
         "Fix: draw what all ranks decide alike from a key of shardmap_torch.random; where a model "
         "drops layers by such a number (LayerDrop), set its probability to 0."
     )
+
+
+class Clamped(nn.Linear):
+    """Writes into its weight in training, as Gemma 3n does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-1.0, 1.0)
+        return super().forward(x)
+
+
+def test_a_forward_that_writes_into_a_parameter_is_told_to_use_the_value() -> None:
+    line = Clamped.forward.__code__.co_firstlineno + 1
+    assert error_of(ShardTypeError, nn.Sequential(Clamped(8, 8)).double(), {}, X) == (
+        "Sequential: clamp_ writes into a tensor that is the input parameters['0.weight'], at "
+        f"test_module.py:{line}: self.weight.data.clamp_(-1.0, 1.0).\n"
+        "Fix: compute with the new value, as weight.clamp(low, high), which leaves the parameter "
+        "as it is; write into parameters after the optimizer's step, outside of the forward."
+    )

@@ -311,6 +311,13 @@ RUNNING: Final = (
 )
 """Advice where a norm counts its calls, or writes its statistics."""
 
+KEPT: Final = "clone it first; return what is to be kept."
+WEIGHTS: Final = (
+    "compute with the new value, as weight.clamp(low, high), which leaves the parameter as it is; "
+    "write into parameters after the optimizer's step, outside of the forward."
+)
+"""Advice for writes into other tensors, and into parameters of a module."""
+
 
 def _reject_read_only(interpreter: Interpreter, op: OpOverload, value: Any) -> None:
     for tensor in tensors_of(value):
@@ -318,10 +325,11 @@ def _reject_read_only(interpreter: Interpreter, op: OpOverload, value: Any) -> N
         if storage_type is not None and storage_type.read_only is not None:
             is_count = not tensor.ndim and not tensor.is_floating_point()
             is_statistic = is_count or "batch_norm" in name_of(op)
+            is_parameter = storage_type.label.startswith("input parameters[")
+            advice = WEIGHTS if is_parameter else f"{KEPT}{RUNNING * is_statistic}"
             raise ShardTypeError(
                 f"{interpreter.name}: {name_of(op)} writes into a tensor that "
-                f"{storage_type.read_only}, at {interpreter.site()[0]}.\n"
-                "Fix: clone it first; return what is to be kept." + RUNNING * is_statistic
+                f"{storage_type.read_only}, at {interpreter.site()[0]}.\nFix: {advice}"
             )
 
 
