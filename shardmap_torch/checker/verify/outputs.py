@@ -270,21 +270,24 @@ def _propose(
     made: "Interpretation", error: ShardTypeError, result: Result, wrong: Sequence[int]
 ) -> None:
     """Proposes other reductions, or what gives results the layouts that their specs promise."""
-    interpreter, exits = made.interpreter, dict[int, Sequence[Insert]]()
+    interpreter, exits, last = made.interpreter, dict[int, Sequence[Insert]](), list[Repair]()
     proposals.blame_inputs(interpreter, error, [result.leaves[at] for at in wrong])
     for position in wrong:
         value, spec = result.leaves[position], result.match.spec(position)
         state, own = proposals.state(interpreter, value)
         propose(error, proposals.along_its_dims(interpreter, value, state, spec))
         exits[position] = to_spec(state, own, spec)
-        if own is not None and _names_others(spec, own):
-            other = P(*own.entries[: 1 + max(dim for dim, _ in own.sharded_dims)])
+        if own is not None and own.sharded_dims != spec.sharded_dims and not own.partial:
+            other = P(*own.entries[: 1 + max([-1, *(dim for dim, _ in own.sharded_dims)])])
             text = f"{other!r} for {result.match.paths[position]} in out_specs"
-            propose(error, [Repair(text, out_specs={position: other})])
+            says = [Repair(text, out_specs={position: other})]
+            propose(error, says if _names_others(spec, own) else ())
+            last += says
     propose(error, proposals.reductions(interpreter, [result.leaves[at] for at in wrong]))
     if all(exits.values()):
         names = [nested(chain, result.match.paths[at]) for at, chain in exits.items()]
         propose(error, [Repair(f"return {_some(names)}", exits=exits)])
+    propose(error, last)
 
 
 def _names_others(spec: P, own: P) -> bool:

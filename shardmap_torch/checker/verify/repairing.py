@@ -34,8 +34,11 @@ def proven_alone(call: Call, repair: Repair, found: "Verdict | ShardTypeError") 
 _TRIES: Final = 8
 """Maximal number of repairs that are tried: each costs as much as the check itself."""
 
-_SPECS: Final = 6
-"""Maximal number of other specs that are tried after these, and for one input."""
+_SPECS: Final = 8
+"""Maximal number of other specs that are tried after these."""
+
+_SHAPES: Final = 24
+"""That of other specs where shapes do not fit, which most attempts find out early."""
 
 
 _NUMBERS: Final = 3
@@ -69,7 +72,7 @@ def note_spec(
 
     search = _Search(call, ShardTypeError(""), strictness, attempt, confirm)
     inputs = sorted(call.crossing, key=differs, reverse=True)
-    for repair in islice(other_specs(call, inputs), _SPECS if _TRIES else 0):
+    for repair in islice(other_specs(call, inputs), _SHAPES if _TRIES else 0):
         if search.is_equal(repair, search.checked(repair)) is not False:
             error.add_note(f"{TRIED}{repair.text}")
             return
@@ -187,7 +190,7 @@ def replicated(spec: P | None, axis: str) -> P:
 
 def other_specs(call: Call, inputs: Iterable[int]) -> Iterator[Repair]:
     """Yields a spec for each of these inputs in turn, what inputs of its sizes have first."""
-    each = [islice(_of(call, position), _SPECS) for position in inputs]
+    each = [_of(call, position) for position in inputs]
     return filter(None, chain.from_iterable(zip_longest(*each)))
 
 

@@ -280,7 +280,7 @@ def verify(
         return verify(call, strictness, otherwise, confirm)
     except ShardTypeError as error:
         return _verify_otherwise(call, strictness, error, otherwise, confirm)
-    except (RuntimeError, LayerError) as error:  # of torch, as about shapes
+    except (IndexError, RuntimeError, ValueError, LayerError) as error:  # as about shapes
         if confirm is not None:
             note_spec(call, error, strictness, attempt, confirm)
         raise
