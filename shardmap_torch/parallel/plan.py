@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -307,14 +307,18 @@ def _read(style: Style) -> ParallelStyle:
 def _sharing(style: Style, module: nn.Module) -> Iterator[nn.Module]:
     """Yields what has the style of a module: of a Linear in a wrapper of peft, that and an update.
 
-    One of the two matrices of an update is sharded as the Linear, and the other is whole.
+    One of the two matrices of an update is sharded as the Linear, and the other is whole. A module
+    that is trained anew stands beside the one that it was.
     """
-    base, found = getattr(module, "base_layer", None), _read(style)
-    if kind_of(module) or base is None or not isinstance(found, ColwiseParallel | RowwiseParallel):
+    found, wrapper = _read(style), cast(Any, module)
+    known = None if kind_of(module) else isinstance(found, ColwiseParallel | RowwiseParallel)
+    if known and isinstance(getattr(module, "base_layer", None), nn.Module):
+        name = "lora_B" if isinstance(found, ColwiseParallel) else "lora_A"
+        yield from (wrapper.base_layer, *getattr(module, name, nn.ModuleDict()).values())
+    elif known and isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict):
+        yield from (wrapper.original_module, *wrapper.modules_to_save.values())
+    else:
         yield module
-        return
-    name = "lora_B" if isinstance(found, ColwiseParallel) else "lora_A"
-    yield from (base, *getattr(module, name, nn.ModuleDict()).values())
 
 
 def _is_match(path: str, key: str) -> bool:

@@ -71,6 +71,19 @@ class Adapted(nn.Module):
         return y
 
 
+class Retrained(nn.Module):
+    """A Linear, and the copy of it that is trained, as `modules_to_save` of peft has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.original_module = nn.Linear(8, 6)
+        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(8, 6)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.original_module(x) * 0.0 + self.modules_to_save["default"](x)
+        return y
+
+
 class Latent(nn.Module):
     """Heads with one key, of which each takes its own multiple."""
 
@@ -121,6 +134,8 @@ CASES: dict[str, tuple[nn.Module, Any, Tensor]] = {
     "Conv1D by rows": (Conv1D(6, 8), "rowwise_rep", X),
     "an update by columns": (Adapted(), "colwise_rep", X),
     "an update by rows": (Adapted(), "rowwise_rep", X),
+    "trained anew, by columns": (Retrained(), "colwise_rep", X),
+    "trained anew, by rows": (Retrained(), "rowwise_rep", X),
     "a bias of each head": (
         WithBias(),
         {
