@@ -130,7 +130,7 @@ class Program(Shown):
 
     @property
     def returned(self) -> Sequence[str]:
-        """Which values the results are, a line for each."""
+        """Lines that say which values the results are."""
         return [
             f"  {each.name} is {_operand(each)}"
             for path in self.program_paths

@@ -270,8 +270,10 @@ class Outputs:
 
     def leave(self, out: Tree) -> Tree:
         """Converts outputs to DTensors or to this rank's tensors, as the plan says."""
-        # What is sharded stays a DTensor; so do rows, whose mean on one rank is not the batch's.
-        is_whole = self._is_part or (self._is_local and bool(self._finds or self._data.axes))
+        # What is sharded stays a DTensor; so do rows, whose mean on one rank is not the batch's. A
+        # loss stays plain, unless the root's style wants DTensors.
+        is_plain = self._is_local or not self._layouts
+        is_whole = self._is_part or (is_plain and bool(self._finds or self._data.axes))
         if self._mesh.kind not in PROCESS_KINDS or self._out_specs is not None or is_whole:
             return out
         return map_leaves(self._to_local if self._is_local else self._to_dtensor, out)
