@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=mesh_sizes,
         help="ranks along each axis, data x context x pipeline x tensor: 2x4",
     )
-    parser.add_argument("--strategy", default="vmap", choices=["auto", "vmap", "ranks"])
+    parser.add_argument("--strategy", default="auto", choices=["auto", "vmap", "ranks"])
     parser.add_argument("--device", help="cpu or cuda; by default where the mesh's kind runs")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     parser.add_argument(
@@ -220,7 +220,7 @@ def initial(run: Run, optimizer: Optimizer) -> dict[str, Any]:
 def train(run: Run, optimizer: Optimizer, state: dict[str, Any], done: int) -> None:
     """Trains from step `done` on, and changes the state; the first steps are checked."""
     # What Python does once need not be done in each step; overlapped kernels are not recorded.
-    replays = run.options.strategy == "vmap" and run.options.overlap == "off"
+    replays = run.options.strategy != "ranks" and run.options.overlap == "off"
     step = sharded_step(run.mesh, run.config, optimizer, replay=replays)
     sharded = sharded_loss_and_grads(run.mesh, run.config)
     tokens = run.options.batch * run.config.length

@@ -83,7 +83,7 @@ def measure(choice: str, config: Config, ranks: int, batch: Tensor, steps: int) 
     config = replace(config, parallel=parallel, overlap=overlap)
     sizes = parallel.mesh_sizes(sizes_of(len(parallel.axes), ranks))
     views = parallel.views(sizes, config.experts)
-    mesh = make_mesh(sizes, parallel.mesh_axes, simulate="vmap", views=views)
+    mesh = make_mesh(sizes, parallel.mesh_axes, views=views)
     return _measured(*_sharded(mesh, config, batch), steps, bytes_sent(mesh, config, batch))
 
 

@@ -296,7 +296,7 @@ def by_choice(parallel: str, strategy: Any = "auto", check: Any = "global") -> d
     sampled(SIZES, "fsdp+cp+tp+sp", "fsdp+ep+pp+tp+sp"),
 )
 def test_every_choice_has_the_gradients_of_one_device(parallel: str) -> None:
-    assert wrong_leaves(by_choice(parallel, "vmap"), chosen(parallel)) == set()
+    assert wrong_leaves(by_choice(parallel, "auto"), chosen(parallel)) == set()
 
 
 @pytest.mark.parametrize("parallel", sampled(SIZES, "zero+ep+tp+sp"))
@@ -308,7 +308,7 @@ def test_every_choice_on_rank_threads_has_the_gradients_of_one_device(parallel: 
 def test_more_experts_than_groups_of_ranks_have_the_gradients_of_one_device(parallel: str) -> None:
     config = chosen(parallel, experts=4)
     sizes = config.parallel.mesh_sizes(SIZES[parallel])
-    assert wrong_leaves(on_mesh(sizes, "vmap", check="global", config=config), config) == set()
+    assert wrong_leaves(on_mesh(sizes, "auto", check="global", config=config), config) == set()
 
 
 @pytest.mark.fuzz
