@@ -11,7 +11,7 @@ reduce-scatter is an all-reduce of twice the bytes, and no wait for it can be en
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -267,9 +267,15 @@ _LARGE: Final = 2**20
 
 @dataclass(frozen=True)
 class GlooWire(Wire):
-    """`Wire` on gloo. A long wait checks if the other ranks can still arrive; see `control`."""
+    """`Wire` on gloo. A long wait checks if the other ranks can still arrive; see `control`.
+
+    Attributes:
+        under_way: transfers that have been started. Where an error comes before their wait, the
+            other ranks still need them, and gloo gives up those whose objects are gone.
+    """
 
     reduces: ClassVar = _BY_GLOO
+    under_way: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts `gather`; returns what waits for its result."""
@@ -319,6 +325,7 @@ class GlooWire(Wire):
         works += [_SEND(group, [mine[r]], r, _TAG) for r in others if r in mine]
         if self.rank in theirs:
             theirs[self.rank].copy_(mine[self.rank])
+        self.under_way[id(works)] = works, mine, theirs
 
         def finish() -> Tensor:
             watch = peers()
@@ -327,6 +334,7 @@ class GlooWire(Wire):
                     work.wait()
                 else:
                     watch.wait(work)
+            self.under_way.pop(id(works), None)
             return out
 
         return finish

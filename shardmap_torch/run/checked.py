@@ -353,6 +353,7 @@ class Checked:
             raise
         if control is None:
             return known
+        known.enter(control.era)
         now = now or known.description is None or departure is not None
         if known.description is None:
             with postponing_full_collections():
@@ -387,6 +388,12 @@ class _Known:
     description: Description | None = None
     recordings: Recordings | None = None
     num_orders: int = 0
+    era: object = None
+
+    def enter(self, era: object) -> None:
+        """Forgets recordings of before an error, after which some ranks may have fewer of them."""
+        if self.era is not era:
+            self.era, self.recordings, self.description, self.num_orders = era, None, None, 0
 
     def compared(self) -> Description:
         """Returns the description, and with it the orders in which recordings run by now."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from shardmap_torch import (
     Mesh,
     P,
     ShardMapError,
+    all_gather,
     all_reduce,
     make_mesh,
     reduce_scatter,
     shard_map,
 )
+from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.control.recorder import VARIABLE, dump_folder, read_dump
 from shardmap_torch.postmortem import compare
 from tests.faults.support.world import TIMEOUT, World
@@ -75,6 +78,26 @@ def between_collectives(strike: Strike) -> None:
     f(X)
 
 
+def with_messages_on_their_way(strike: Strike) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        far = all_gather(x, "tp", tiled=False, dst=I).sum(0)
+        return far + all_reduce(x @ x.mT @ x, "tp", dst=I)
+
+    f = shard_map(body, mesh=make_mesh((4,), ("tp",)), in_specs=P("tp"), out_specs=P(), replay=True)
+    for _ in range(2):
+        f(X)
+    start = ProcessGroupBackend._start
+
+    def struck(*args: Any) -> Any:
+        found = start(*args)
+        if found is not None:
+            strike()
+        return found
+
+    with mock.patch.object(ProcessGroupBackend, "_start", struck):
+        f(X)
+
+
 def before_a_reduce_scatter(strike: Strike) -> None:
     mesh = make_mesh((2, 2), ("dp", "tp"))
 
@@ -110,6 +133,7 @@ MOMENTS: Mapping[str, Callable[[Strike], None]] = {
         before_the_first_check,
         before_a_known_call,
         between_collectives,
+        with_messages_on_their_way,
         before_a_reduce_scatter,
         before_a_backward,
         before_recovery,

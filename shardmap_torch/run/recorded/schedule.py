@@ -7,7 +7,8 @@ Operators that depend on each other, by values or by writes into memory, stay in
 results are the same bit for bit.
 
 What is done earlier than the body does it takes memory earlier. At any time that is at most a given
-number of bytes: the peak is then at most so much higher than that of the body's own order.
+number of bytes, and messages under way keep operands of at most as many: the peak is then at most
+twice so much higher than that of the body's own order.
 """
 
 from collections import Counter, defaultdict
@@ -16,10 +17,11 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Final, Literal, TypeAlias
 
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from shardmap_torch.backends.process_group import STARTS
-from shardmap_torch.backends.recorder import RANDOM, RecordedOp, Sending
+from shardmap_torch.backends.recorder import RANDOM, RecordedOp, Sending, Slot
 from shardmap_torch.run.recorded.simplify import Program, storage_of
 
 Schedule: TypeAlias = Literal["overlap", "program"]
@@ -34,12 +36,14 @@ def overlapped(program: Program) -> tuple[Program, bool]:
 
     Returns also whether its collectives start in another order than those of the body.
 
-    It takes memory earlier for at most as many bytes as its inputs have, or 64 MiB.
+    It takes memory earlier for at most as many bytes as its inputs have, or 64 MiB, and what is
+    under way keeps at most as many.
     """
-    order = _Scheduler(program, _bound(program)).order()
+    most = _bound(program)
+    order = _Scheduler(program, most).order()
     steps = [program.steps[at] for at in order]
     sent = [at for at in order if isinstance(program.steps[at].function, Sending)]
-    return replace(program, steps=[*_started(steps, _lent(program))]), sent != sorted(sent)
+    return replace(program, steps=[*_started(program, steps, most)]), sent != sorted(sent)
 
 
 def _bound(program: Program) -> int:
@@ -67,17 +71,43 @@ def _lent(program: Program) -> set[int]:
     return {n for n, x in enumerate(tensors) if uses[storage_of(x)] == made[storage_of(x)] == 1}
 
 
-def _started(steps: Sequence[RecordedOp], lent: set[int]) -> Iterator[RecordedOp]:
-    """Yields the steps; a collective whose result the next one does not read is only started."""
+def _started(program: Program, steps: Sequence[RecordedOp], most: int) -> Iterator[RecordedOp]:
+    """Yields the steps; a collective whose result the next one does not read is only started.
+
+    The oldest are waited for before what is under way keeps more than `most` bytes.
+    """
+    lent, kept = _lent(program), dict[int, int]()
     for step, following in zip(steps, [*steps[1:], None], strict=True):
+        for number in step.operands:
+            kept.pop(program.sources[number], None)
         sending = step.function
         if not isinstance(sending, Sending):
             yield step
             continue
+        size = _kept(program, sending, step)
         is_read = following is None or not {*step.results}.isdisjoint(following.operands)
-        waits = sending.waits and (is_read or sending.move not in STARTS)
+        waits = sending.waits and (is_read or sending.move not in STARTS or size > most)
+        while not waits and kept and sum(kept.values()) + size > most:
+            oldest = next(iter(kept))
+            del kept[oldest]
+            yield RecordedOp(_arrived, (Slot(oldest),), {}, None)
+        kept |= {} if waits else dict.fromkeys(step.results, size)
         run = replace(sending, waits=waits, lends=lent.issuperset(step.operands))
         yield replace(step, function=run, starts=not waits)
+
+
+def _kept(program: Program, sending: Sending, step: RecordedOp) -> int:
+    """Returns the bytes, beside those of its result, that a collective keeps while under way.
+
+    They are its operand, and one more of that size where ranks add what they have exchanged.
+    """
+    (x,) = [program.tensors[n] for n in step.operands]
+    is_in_place = sending.move == "sum" and x.element_size() != 2  # halves are exchanged
+    return 0 if is_in_place else x.nbytes * (1 if sending.move == "gather" else 2)
+
+
+def _arrived(_: Tensor) -> None:
+    """Reads the result of a collective, which is waited for before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import random as python_random
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +33,7 @@ from shardmap_torch import (
     shard_map,
     value_and_grad,
 )
+from shardmap_torch.backends import communicator
 from shardmap_torch.backends.process_group import ProcessGroupBackend
 from shardmap_torch.backends.recorder import Sending
 from shardmap_torch.optim import sync_gradients
@@ -38,7 +41,13 @@ from shardmap_torch.run.recorded import recordings, schedule
 from shardmap_torch.run.recorded.simplify import Program, storage_of
 from tests.programs.support.everywhere import run_on
 from tests.programs.support.harness import random
-from tests.run.recorded.support.replays import assert_equal, compare, shuffled
+from tests.run.recorded.support.replays import (
+    assert_equal,
+    compare,
+    counting_replays,
+    shuffled,
+)
+from tests.run.recorded.support.scheduled import AXES, delays, generated
 from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
@@ -164,81 +173,42 @@ def test_a_microbatch_computes_while_the_sums_of_the_other_are_on_their_way(gloo
     run_on("gloo", microbatches_alternate, gloo, names=("dp",))
 
 
-Action = tuple[str, int, int]
-
-
-def generated(seed: int) -> Callable[..., Tensor]:
-    """Makes a body of values [4, 4] that vary: writes, views, aliases and messages among them."""
-    rng = python_random.Random(seed)
-    kinds = ["matmul", "tanh", "write", "view", "part", "sum", "gather", "scatter", "add"]
-    actions: list[Action] = [
-        (rng.choice(kinds), rng.randrange(99), rng.randrange(99)) for _ in range(24)
-    ]
-
-    def body(x: Tensor, w: Tensor) -> Tensor:
-        values = [x * 1, x @ w]
-        for kind, first, second in actions:
-            a, b = (values[at % len(values)] for at in (first, second))
-            values.append(ACTIONS[kind](a, b))
-        return torch.stack(values).sum(0)
-
-    return body
-
-
-def written(a: Tensor, b: Tensor) -> Tensor:
-    return a.mul_(0.5).add_(b.detach().clone())
-
-
-def part(a: Tensor, b: Tensor) -> Tensor:
-    a[1:3].add_(b[:2] * 0.25)
-    return a[:2].repeat(2, 1)
-
-
-def summed(a: Tensor, b: Tensor) -> Tensor:
-    return reinterpret(all_reduce(a, "dp", dst=R), "dp", src=R, dst=V) * 0.5
-
-
-def gathered(a: Tensor, b: Tensor) -> Tensor:
-    return reinterpret(all_gather(a, "dp", tiled=False, dst=R), "dp", src=R, dst=V).mean(0)
-
-
-def scattered(a: Tensor, b: Tensor) -> Tensor:
-    return reduce_scatter(a, "dp").repeat(2, 1) * 0.5
-
-
-ACTIONS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "matmul": lambda a, b: a @ b / 4,
-    "tanh": lambda a, b: torch.tanh(a),
-    "write": written,
-    "view": lambda a, b: a.t(),
-    "part": part,
-    "sum": summed,
-    "gather": gathered,
-    "scatter": scattered,
-    "add": torch.add,
-}
-
-
-def scheduled_equals_unscheduled(mesh: Mesh, seeds: Sequence[int]) -> None:
+def the_same_bits(mesh: Mesh, seeds: Sequence[int]) -> None:
+    """Calls each program in both orders, on other values each time, while ranks are late."""
+    specs: Any = {"in_specs": (P(AXES), P()), "out_specs": ([P(AXES)] * 5, P()), "replay": True}
     num_started = 0
     for seed in seeds:
-        seen = Programs()
-        args = random((8, 4), seed), random((4, 4), seed + 1)
-        specs: Any = {"in_specs": (P("dp"), P()), "out_specs": P("dp")}
-        with seen.watching():
-            compare(generated(seed), mesh, args, **specs)
-        num_started += sum([step.starts for step in seen.pairs[0][1].steps])
-        in_order = shard_map(generated(seed), mesh=mesh, replay=True, schedule="program", **specs)
-        plain = shard_map(generated(seed), mesh=mesh, **specs)
-        for call in range(2):
-            given = [shuffled(args, call) for _ in range(2)]
-            assert_equal(in_order(*given[0]), plain(*given[1]))
+        args = random((4 * mesh.size, 4), seed), random((4, 4), seed + 1)
+        bound, seen = python_random.Random(seed).choice([0, 512, 2048, 2**26]), Programs()
+        hidden = shard_map(generated(seed), mesh=mesh, **specs)
+        in_order = shard_map(generated(seed), mesh=mesh, schedule="program", **specs)
+        with (
+            counting_replays() as runs,
+            seen.watching(),
+            delays(seed * mesh.size + mesh.rank),
+            mock.patch.object(schedule, "_bound", return_value=bound),
+        ):
+            for call in range(5):  # the first is recorded
+                given = [shuffled(args, call) for _ in range(2)]
+                found, expected = hidden(*given[0]), in_order(*given[1])
+                assert_equal((found, given[0]), (expected, given[1]))
+        assert len(runs) == 2 * 4
+        (before, after), ((_, program),) = seen.peaks[0], seen.pairs
+        assert after <= before + 2 * bound  # taken earlier, and kept by what is under way
+        orders: list[Any] = [None] * mesh.size
+        dist.all_gather_object(orders, schedule.order_of(program))
+        assert orders == orders[:1] * mesh.size
+        num_started += sum([step.starts for step in program.steps])
     assert num_started > len(seeds)
 
 
-def test_generated_programs_are_the_same_bit_for_bit(gloo: Gloo) -> None:
-    seeds = sized(range(16), range(64))
-    run_on("gloo", partial(scheduled_equals_unscheduled, seeds=seeds), gloo, names=("dp",))
+@pytest.mark.parametrize(("shape", "few"), [((1, 2), 2), ((2, 2), 1)])
+def test_generated_programs_are_the_same_bit_for_bit(
+    shape: tuple[int, int], few: int, gloo: Gloo
+) -> None:
+    for first in sized([0], range(0, 64, 8)):
+        seeds = range(first, first + sized(few, 8))
+        run_on("gloo", partial(the_same_bits, seeds=seeds), gloo, shape, AXES)
 
 
 def peak(program: Program) -> int:
@@ -247,6 +217,10 @@ def peak(program: Program) -> int:
     last: dict[int, int] = {}
     for at, step in enumerate(program.steps):
         last |= {storage_of(tensors[n]): at for n in (*step.operands, *step.results)}
+    for at, step in enumerate(program.steps):
+        if step.starts:  # what is under way keeps its operand
+            sent = storage_of(tensors[step.operands[0]])
+            last[sent] = max(last[sent], read_next(program, at))
     last |= {storage_of(tensors[n]): len(program.steps) for n in program.outputs}
     kept = {storage_of(tensors[n]) for n in outside}
     alive, most = dict[int, int](), 0
@@ -258,6 +232,15 @@ def peak(program: Program) -> int:
     return most
 
 
+def read_next(program: Program, at: int) -> int:
+    """Returns the step that waits for what a step starts."""
+    made = {*program.steps[at].results}
+    for later in range(at + 1, len(program.steps)):
+        if made & {program.sources[n] for n in program.steps[later].operands}:
+            return later
+    return len(program.steps)
+
+
 def memory_is_bounded(mesh: Mesh) -> None:
     """Shards that could all be gathered at the start are gathered as far ahead as is allowed."""
 
@@ -266,28 +249,79 @@ def memory_is_bounded(mesh: Mesh) -> None:
             x = torch.tanh(x @ all_gather(shard, "dp", dst=R))
         return all_reduce(x.sum(), "dp", dst=I)
 
+    def scattering(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+        return torch.stack([reduce_scatter(x @ w, "dp") for w in weights]).sum(0)
+
     shards = [random((8, 8), seed) for seed in range(12)]
-    most = 4 * 8 * 8 * 8
-    for bound, ahead in ((0, 0), (most, 1)):
-        seen = Programs()
-        specs: Any = {"in_specs": (P("dp"), P("dp")), "out_specs": P()}
-        with seen.watching(), mock.patch.object(schedule, "_bound", return_value=bound):
-            compare(body, mesh, (shards, random((4, 8), 20)), **specs)
-        before, after = seen.peaks[0]
-        assert after <= before + bound
-        assert any(step.starts for step in seen.pairs[0][1].steps) == bool(ahead)
+    for bound, ahead in ((0, 0), (4 * 8 * 8 * 8, 1)):
+        for f, own in ((body, P("dp")), (scattering, P())):
+            seen = Programs()
+            specs: Any = {"in_specs": (own, P("dp")), "out_specs": P() if f is body else P("dp")}
+            with seen.watching(), mock.patch.object(schedule, "_bound", return_value=bound):
+                compare(f, mesh, (shards, random((4, 8), 20)), **specs)
+            before, after = seen.peaks[0]
+            assert after <= before + bound, (f, bound, before, after)
+            assert any(step.starts for step in seen.pairs[0][1].steps) == bool(ahead)
 
 
 def test_what_is_done_earlier_takes_no_more_memory_than_it_may(gloo: Gloo) -> None:
     run_on("gloo", memory_is_bounded, gloo, names=("dp",))
 
 
-def other_order(mesh: Mesh) -> None:
+def raises_before_it_waits(mesh: Mesh) -> None:
+    """Rank 1 raises while a message is on its way that rank 0, which is late, still needs."""
+
+    def body(table: Tensor, rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        far = all_gather(x, "dp", tiled=False, dst=I)
+        return far.sum(0), table.index_select(0, rows)
+
+    table, x = random((4, 4), 0), random((16, 2**14), 2)  # large parts go from rank to rank
+    specs: Any = {"in_specs": (P(), P("dp"), P("dp")), "out_specs": (P(), P("dp"))}
+    f = shard_map(body, mesh=mesh, replay=True, **specs)
+    expected = f(table, torch.arange(4), x)
+    begin = communicator._RECEIVE
+
+    def late(*given: Any) -> Any:
+        time.sleep(0.2 * (mesh.rank == 0))
+        return begin(*given)
+
+    with mock.patch.object(communicator, "_RECEIVE", late):
+        for _ in range(2):
+            with pytest.raises(IndexError) if mesh.rank == 1 else nullcontext():
+                f(table, torch.tensor([0, 1, 0, 9]), x)
+            assert_equal(f(table, torch.arange(4), x), expected)
+
+
+def test_a_rank_that_raises_with_messages_on_their_way_takes_none_from_others(gloo: Gloo) -> None:
+    run_on("gloo", raises_before_it_waits, gloo, names=("dp",))
+
+
+def reordered(mesh: Mesh) -> Callable[[Tensor], Tensor]:
     def body(x: Tensor) -> Tensor:
         far = all_reduce(x @ x.t(), "dp", dst=I)
         return far + all_gather(x, "dp", tiled=False, dst=I).sum(0)  # whose operand is there
 
-    f = shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P(), replay=True)
+    return shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P(), replay=True)
+
+
+def calls_something_else(mesh: Mesh) -> None:
+    """One rank alone forgets its recordings by the error, and all may call the function again."""
+    f, x = reordered(mesh), random((8, 4), 0)
+    g = shard_map(torch.sin, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
+    expected = [f(x), f(x)]
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0: body on .*\n.*rank 1: sin on"):
+        (f, g)[mesh.rank](x)
+    with counting_replays() as runs:
+        assert_equal([f(x), f(x)], expected)
+    assert len(runs) == 1
+
+
+def test_after_a_rank_has_called_something_else_all_ranks_record_again(gloo: Gloo) -> None:
+    run_on("gloo", calls_something_else, gloo, names=("dp",))
+
+
+def other_order(mesh: Mesh) -> None:
+    f = reordered(mesh)
     order = (
         schedule.order_of if mesh.rank == 0 else lambda program: schedule.order_of(program)[::-1]
     )
