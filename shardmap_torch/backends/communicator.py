@@ -271,7 +271,7 @@ class GlooWire(Wire):
 
     Attributes:
         under_way: transfers that have been started. Where an error comes before their wait, the
-            other ranks still need them, and gloo gives up those whose objects are gone.
+            other ranks still need them; gloo (torch 2.13) gives up those whose objects are gone.
     """
 
     reduces: ClassVar = _BY_GLOO
