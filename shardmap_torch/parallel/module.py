@@ -293,7 +293,7 @@ class _ParallelCall:
 
     @property
     def _kind(self) -> Any:
-        """What comes apart alike: modules of a class, and of torch's own this one alone."""
+        """Tells what comes apart alike: modules of a class, and of torch's own this one alone."""
         kind = type(self._module)
         return id(self) if kind.__module__.startswith("torch.") else kind
 
@@ -450,7 +450,7 @@ leave_uncompiled(
     why="a module that parallelize has changed runs uncompiled; compile functions of shard_map",
 )
 _OF_DATA: Final = ("depends on data", "taken from a tensor, and may depend on its value")
-"""What errors say of sizes and numbers that depend on values."""
+"""Words of errors about sizes and numbers that depend on values."""
 
 _RUNS: Final = 3
 """After one of them it is known which outputs have rows, and after two in which dim."""
