@@ -67,7 +67,7 @@ def used_after_check(does: str) -> ShardTypeError:
     return ShardTypeError(
         f"{does} a tensor that has no data: it was kept when the body was checked, as in a cache "
         "that is filled in it.\n"
-        "Fix: fill the cache before the first call, or compute its value in each."
+        "Fix: compute it in each call, or before the first one where ranks need not differ in it."
     )
 
 

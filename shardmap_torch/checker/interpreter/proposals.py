@@ -250,10 +250,20 @@ _WRITTEN: Final = ("all_reduce", "all_gather", "reduce_scatter", "convert")
 def _written(collective: Collective, x: str) -> str:
     """Writes the call of one of these collectives, of an operand."""
     axes = collective.axes[0] if len(collective.axes) == 1 else collective.axes
+    if collective.name in _ARGUMENTS:
+        own = _ARGUMENTS[collective.name].format(collective)
+        return f"{collective.name}({x}, {axes!r}, {own})"
     src = f", src={collective.src}" * (collective.name == "convert")
     dst = f", dst={collective.dst}" * (collective.name != "reduce_scatter")
     dim = f", dim={collective.dim}" * (V in (collective.src, collective.dst))
     return f"{collective.name}({x}, {axes!r}{dim}{src}{dst})"
+
+
+_ARGUMENTS: Final[Mapping[str, str]] = {
+    "all_to_all": "split_dim={0.dim}, concat_dim={0.concat_dim}",
+    "broadcast": "source={0.source}, dst={0.dst}",
+    "ppermute": "{0.perm}",
+}
 
 
 def state(interpreter: "Interpreter", x: Tensor) -> tuple[State, P | None]:

@@ -393,7 +393,11 @@ class UnknownNumber:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes torch's functions accept it; the mode that interprets the body comes first."""
-        raise ShardTypeError("A number of an interpreted body is used after its check has ended.")
+        raise ShardTypeError(
+            f"A number of an interpreted body is used after its check has ended, at {call_site()}: "
+            "it was kept, as in a cache that the body fills.\n"
+            "Fix: compute it in each call; the rank, for one, by axis_index(axis)."
+        )
 
     def combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
         """Computes with two numbers, one of which is this one; NotImplemented for tensors."""
