@@ -118,9 +118,10 @@ def parallelize(
             the same parameters. On processes plain inputs are then this rank's rows, and results
             DTensors, so that a loss of them is that of the batch.
         fsdp: an axis of rows that shards the parameters, their gradients and the optimizer's state
-            too. Each layer, an element of the outermost `nn.ModuleList`s and `nn.ModuleDict`s, is
-            gathered while the one before computes; what is in no layer first. A sharded parameter
-            that nothing uses has a gradient of zeros, where one device leaves None.
+            too. Each layer, an element of the outermost `nn.ModuleList`s and `nn.ModuleDict`s that
+            has a forward, is gathered while the one before computes; what is in no layer first;
+            for a list in a list its elements are layers. A sharded parameter that nothing uses has
+            a gradient of zeros, where one device leaves None.
         reshard_after_forward: whether the parameters of a layer are dropped after its forward, and
             the backward gathers them again and recomputes the layer (ZeRO-3). False keeps them
             until the backward (ZeRO-2).

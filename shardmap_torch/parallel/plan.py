@@ -173,12 +173,19 @@ def make_plan(
 
 
 def _units(module: nn.Module) -> dict[str, dict[str, str]]:
-    """Finds the layers: what lists of modules have that lie in no other, and who owns what."""
+    """Finds the layers: what lists of modules have that lie in no other, and who owns what.
+
+    Elements that nothing calls, as the list of blocks in nanoGPT's ModuleDict, are no layers.
+    """
     paths: list[str] = []
+    elements: set[str] = set()
     for path, each in module.named_modules():
-        is_within = any(path.startswith(f"{unit}.") for unit in paths)
-        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not is_within:
-            paths += [f"{path}.{name}" if path else name for name, _ in each.named_children()]
+        if any(path.startswith(f"{unit}.") for unit in paths):
+            continue
+        if path in elements and type(each).forward is not nn.Module.forward:
+            paths.append(path)
+        elif isinstance(each, nn.ModuleList | nn.ModuleDict):
+            elements |= {f"{path}.{name}" if path else name for name, _ in each.named_children()}
     names = {id(value): name for name, value in module.named_parameters()}
     users: dict[int, set[str]] = {}
     for name, value in module.named_parameters(remove_duplicate=False):

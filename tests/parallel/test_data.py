@@ -305,6 +305,45 @@ def test_a_search_for_packed_sequences_takes_rows() -> None:
     torch.testing.assert_close(found, expected)
 
 
+class Nested(nn.Module):
+    """The structure of nanoGPT: blocks in a list, in a dict that has layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8, bias=False)
+        made = ({name: nn.Linear(4, 4) for name in ("up", "down")} for _ in range(2))
+        blocks = nn.ModuleList(map(nn.ModuleDict, made))
+        own = {"wte": nn.Embedding(8, 4), "wpe": nn.Embedding(2, 4), "h": blocks}
+        self.transformer = nn.ModuleDict({**own, "ln_f": nn.LayerNorm(4)})
+        self.transformer["wte"].weight = self.head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        layers: Any = self.transformer
+        x = layers.wte(tokens) + layers.wpe(torch.arange(2))
+        for block in layers.h:
+            x = x + block.down(block.up(x).tanh())
+        logits: Tensor = self.head(layers.ln_f(x))
+        return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mode", MODES)
+def test_lists_of_layers_in_dicts_are_no_layers_but_their_elements(mode: str) -> None:
+    one = Nested().double()
+    ours = parallelize(
+        copy.deepcopy(one), make_mesh((2,), ("dp",), kind="simulated"), {}, **MODES[mode]
+    )
+    tokens = torch.arange(8).view(4, 2)
+    for model in (one, ours):
+        model(tokens).backward()
+    for key, value in one.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(key).grad, value.grad, msg=key)
+    plan: Any = ours.forward
+    parts = [f"h.{at}.{name}" for at in range(2) for name in ("up", "down")]
+    units = [f"transformer.{name}" for name in ("wpe", *parts, "ln_f")]
+    assert [*plan.plan.units] == (units if "fsdp" in MODES[mode] else [])
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dp": 3}, "parallelize: dp is an axis or a tuple of axes, and fsdp an axis, not 3."),
     (
