@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from dis import opmap
 from functools import cached_property, partial
 from types import MethodType, TracebackType
@@ -248,6 +248,31 @@ class _ParallelCall:
         self.apart: set[Any] = set() if apart is None else apart
         self._mapped: dict[Any, Callable[..., Any]] = {}
         self._cached: dict[str, P] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ParallelCall":
+        """Returns the forward of a copy of the module, on the same mesh, by the same plan.
+
+        A module that is copied without the one that has the plan keeps its part of that.
+        """
+        call = memo[id(self)] = copy(self)
+        call._mapped, call._cached = {}, {}
+        for name in ("_inputs", "_outputs"):
+            vars(call).pop(name, None)
+        call._module = deepcopy(self._module, memo)
+        call._original = deepcopy(self._original, memo)
+        kinds = {kind for kind in self.apart if isinstance(kind, type)}  # not ids of modules
+        call.apart = memo.setdefault(id(self.apart), kinds)
+        call._remake = self._remade_for(memo)
+        return call
+
+    def _remade_for(self, memo: dict[int, Any]) -> Callable[[], Plan]:
+        make: Any = self._remake
+        root = make.args[0] if not self._is_part else make.func.__self__._module
+        if id(root) not in memo:
+            return self._remake
+        if not self._is_part:
+            return partial(make_plan, memo[id(root)], *make.args[1:])
+        return partial(deepcopy(make.func.__self__, memo).plan_below, *make.args)
 
     @cached_property
     def plan(self) -> Plan:

@@ -1,5 +1,6 @@
 """Three steps of AdamW, and the states of a parallelized module, against one device."""
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shardmap_torch import RowwiseParallel, make_mesh, parallel, parallelize
+from shardmap_torch import Mesh, RowwiseParallel, make_mesh, parallel, parallelize
 from tests.parallel import models
 from tests.parallel.support.plans import mlp_plan
 from tests.parallel.support.training import CASES, both, train
@@ -86,6 +88,42 @@ def test_parameters_are_those_of_the_first_rank_placed_as_the_plan_says(gloo: Gl
             "2.weight": (Shard(1),),
             "2.bias": (Replicate(),),
         }
+
+
+def averaged(module: Any) -> list[Tensor]:
+    """Outputs of an average of steps, of its parts, of copies of these, and of what was trained."""
+    average: Any = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer, x = torch.optim.SGD(module.parameters(), lr=0.1), random((3, 8), 0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+        average.update_parameters(module)
+    own, other = average.module, copy.deepcopy(average.module)
+    found = [average(x), module(x), own[0](x), copy.deepcopy(own[0])(x)]
+    other[2].bias = None  # which its plan has to be made anew for
+    for module in (own, other):
+        module(x).square().sum().backward()
+        found += [module(x), module[0].weight.grad, module[2].weight.grad]
+    return [global_value(each) for each in found]
+
+
+def compare_averages(mesh: Mesh) -> None:
+    own = models_from_seed(1)
+    ours = parallelize(copy.deepcopy(own), mesh, mlp_plan(parallel))
+    first = copy.deepcopy(ours)
+    found, expected = averaged(ours), averaged(own)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(averaged(first), expected)  # it has not been trained since
+
+
+def averages_on_processes() -> None:
+    compare_averages(worker_mesh((2,), ("tp",)))
+
+
+def test_copies_and_averages_of_a_module_are_those_of_one_device(gloo: Gloo) -> None:
+    compare_averages(make_mesh((2,), ("tp",), kind="simulated"))
+    gloo(2).run(averages_on_processes)
 
 
 def save_and_load(folder: str) -> None:
