@@ -139,13 +139,13 @@ def exchanges(spot: Spot, collective: Collective, state: State) -> Iterator[Repa
     if not unequal:
         yield without
     elif unequal != collective.axes and collective.name in _WRITTEN:
-        yield _instead(spot, replace(collective, axes=unequal))
+        yield _instead(spot, collective, replace(collective, axes=unequal))
     met = {state.get(axis, K) for axis in collective.axes}
     if len(met) == 1:
         for dst in dict.fromkeys([collective.dst, R, I]):
             for other in _taking(min(met, key=str), dst, collective):
                 if other != collective:
-                    yield _instead(spot, other)
+                    yield _instead(spot, collective, other)
     if unequal:
         yield without
 
@@ -197,7 +197,8 @@ def along_its_dims(interpreter: "Interpreter", x: Tensor, own: State, spec: P) -
     for axis in made.collective.axes:
         have, need = own.get(axis, K), spec.types.get(axis, I)
         if have.kind == need.kind == "S" and have.dim == made.collective.dim != need.dim:
-            yield _instead(made.spot, replace(made.collective, dim=need.dim or 0))
+            other = replace(made.collective, dim=need.dim or 0)
+            yield _instead(made.spot, made.collective, other)
 
 
 def _last_collective(storage_type: StorageType) -> Equation | None:
@@ -223,7 +224,9 @@ def _over(spot: Spot, collective: Collective, axis: str, other: str) -> Iterator
         yield Repair(text, collectives={spot: changed}, keeps_op=True)
 
 
-def _instead(spot: Spot, other: Collective) -> Repair:
+def _instead(spot: Spot, own: Collective, other: Collective) -> Repair:
+    if other == replace(own, dim=other.dim) and own.name not in _ARGUMENTS:
+        return Repair(f"dim={other.dim} in {spot}", collectives={spot: other})
     x = first_operand(spot.code, spot.at) or "x"
     return Repair(f"{_written(other, x)} in place of {spot}", collectives={spot: other})
 

@@ -279,7 +279,7 @@ _FORMS: Final[tuple[tuple[str, Edit], ...]] = (
     (r"^all_reduce (.+) with (dst=I(?: and op='mean')?) before the return$", _before_return),
     (r"^return (.+)$", _return),
     (r"^leave out (\w+)" + _AT, _left_out),
-    (r"^(op|dst)=(\S+) in (\w+)" + _AT, _option),
+    (r"^(op|dst|dim)=(\S+) in (\w+)" + _AT, _option),
     (r"^(.+) in place of (.+) in (\w+)" + _AT, _operand),
     (r"^(.+) in place of (\w+)" + _AT, _instead),
 )

@@ -386,9 +386,9 @@ INSERTED: Final[tuple[tuple[Case, str], ...]] = (
     ((mean_of_scattered_sums, P(), P("dp")), "op='sum' in reduce_scatter at test_repairs.py:"),
     (
         (scattered_along_another_dim, P(), P(None, "dp")),
-        "reduce_scatter(x.T @ x @ w, 'dp', dim=1) in",
+        "dim=1 in reduce_scatter at",
     ),
-    ((cut_along_another_dim, P(), P(None, "dp")), "convert(w * 2, 'dp', dim=1, src=I, dst=V) in"),
+    ((cut_along_another_dim, P(), P(None, "dp")), "dim=1 in convert at"),
 )
 """Rejected by global strictness, with the beginning of what is to be inserted."""
 
