@@ -1,5 +1,6 @@
 """Searches for the repair that is printed with an error: changes of the program, tried in turn."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
@@ -53,7 +54,9 @@ def find_repair(
     Under global strictness too: well-typed is not enough, as a sum of updated weights is that, and
     another program on one device. It is the error of the other strictness if that has the repair.
     """
-    return _Search(call, error, strictness, attempt, confirm).result() if _TRIES else error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of shapes that nobody has written
+        return _Search(call, error, strictness, attempt, confirm).result() if _TRIES else error
 
 
 def note_spec(
@@ -72,10 +75,12 @@ def note_spec(
 
     search = _Search(call, ShardTypeError(""), strictness, attempt, confirm)
     inputs = sorted(call.crossing, key=differs, reverse=True)
-    for repair in islice(other_specs(call, inputs), _SHAPES if _TRIES else 0):
-        if search.is_equal(repair, search.checked(repair)) is not False:
-            error.add_note(f"{TRIED}{repair.text}")
-            return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for repair in islice(other_specs(call, inputs), _SHAPES if _TRIES else 0):
+            if search.is_equal(repair, search.checked(repair)) is not False:
+                error.add_note(f"{TRIED}{repair.text}")
+                return
 
 
 @dataclass
