@@ -1,4 +1,4 @@
-"""A warning where all ranks of the data axes get the same rows, so that they train alike."""
+"""Ranks that are given the same rows of a batch, or the same shards of a saved state."""
 
 import warnings
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardmap_torch.core.hashing import Bits, has_bits
 from shardmap_torch.core.source_location import call_site, warned_at
-from shardmap_torch.errors import show_shape
+from shardmap_torch.errors import SpecError, show_shape
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.placing import compared, control_of
 
@@ -22,15 +22,10 @@ def warn_of_equal_rows(
     exchange a hash, so all of them must call it. Source: torch's DistributedSampler, without which
     each process reads all rows.
     """
-    of_use = {path: x.detach() for path, x in rows.items() if has_bits(x) and _differs_within(x)}
-    control = control_of(mesh)
-    if control is None:
+    found = _equal(name, mesh, rows)
+    if found is None or mesh.rank != 0:
         return
-    digest = Bits([*of_use.values()], None).digest()
-    is_same = compared(name, mesh, list, lambda none: none, lambda _: control.is_common(digest))
-    if not (is_same and of_use and mesh.rank == 0):
-        return
-    (path, x), size = next(iter(of_use.items())), prod(mesh.shape[axis] for axis in axes)
+    (path, x), size = found, prod(mesh.shape[axis] for axis in axes)
     shown, axis = show_shape(x.dtype, x.shape), ", ".join(axes)
     spec = f"P({axes[0]!r})" if len(axes) == 1 else f"P({axes!r})"
     message = (
@@ -40,6 +35,38 @@ def warn_of_equal_rows(
         f"or, where each rank reads the whole batch, device_put(batch, mesh, {spec})."
     )
     warnings.warn_explicit(message, UserWarning, *warned_at(call_site()), registry={})
+
+
+def reject_equal_shards(name: str, mesh: Mesh, shards: Mapping[str, Tensor]) -> None:
+    """Requires that ranks load shards of their own, and not all of them those of one rank.
+
+    Nothing is asked where there are no shards; otherwise all ranks must call it.
+
+    Raises:
+        SpecError: all shards that have several numbers are the same on all ranks.
+    """
+    found = _equal(f"{name}.load_state_dict", mesh, shards) if shards else None
+    if found is not None:
+        path, x = found
+        raise SpecError(
+            f"{name}: load_state_dict got the same shards on all ranks, as {path}, "
+            f"{show_shape(x.dtype, x.shape)} on each: they are those of one rank, whose "
+            "state_dict() has no others.\n"
+            "Fix: save by shardmap_torch.saving or torch.distributed.checkpoint; or let all ranks "
+            "call get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), "
+            "one save what it returns, and all load it by set_model_state_dict with these options."
+        )
+
+
+def _equal(name: str, mesh: Mesh, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor] | None:
+    """Returns the first of the tensors that have several numbers, if ranks have the same."""
+    of_use = {path: x.detach() for path, x in tensors.items() if has_bits(x) and _differs_within(x)}
+    control = control_of(mesh)
+    if control is None:
+        return None
+    digest = Bits([*of_use.values()], None).digest()
+    is_same = compared(name, mesh, list, lambda none: none, lambda _: control.is_common(digest))
+    return next(iter(of_use.items()), None) if is_same else None
 
 
 def _differs_within(x: Tensor) -> bool:

@@ -42,6 +42,7 @@ from shardmap_torch.parallel.caches import (
 from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names
 from shardmap_torch.parallel.data import Data, read_data
+from shardmap_torch.parallel.equal_rows import reject_equal_shards
 from shardmap_torch.parallel.forwards import Shared, style_forward
 from shardmap_torch.parallel.losses import WholeBatch, WholeBatchNorm
 from shardmap_torch.parallel.plan import Plan, Style, make_plan
@@ -179,6 +180,9 @@ def parallelize(
             remake = partial(call.plan_below, path)
             vars(below)["forward"] = _ParallelCall(below, on, check, remake, apart=call.apart)
     vars(module)["forward"], vars(module)[_MAPPED] = call, call.use
+    if on.kind in PROCESS_KINDS:
+        register: Any = module.register_load_state_dict_pre_hook
+        register(call.check_state)
     return module
 
 
@@ -362,6 +366,19 @@ class _ParallelCall:
         """Returns the forward that the module had, of a copy of it."""
         forward: Callable[..., Any] = rebind(self._own)
         return forward
+
+    def check_state(
+        self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
+    ) -> None:
+        """Requires that a state that is loaded is not that of one rank on all of them."""
+        sizes = self._mesh.shape
+        shards = {
+            name: value.to_local()
+            for name, spec in self.plan.specs.items()
+            if any(sizes[axis] > 1 for axis in spec.mentioned)
+            and isinstance(value := state.get(prefix + name), DTensor)
+        }
+        reject_equal_shards(type(module).__name__, self._mesh, shards)
 
     def plan_below(self, path: str) -> Plan:
         """Returns the plan of the module at a path, for a call of it alone."""

@@ -9,12 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shardmap_torch import Mesh, RowwiseParallel, make_mesh, parallel, parallelize
+from shardmap_torch import Mesh, RowwiseParallel, SpecError, make_mesh, parallel, parallelize
 from tests.parallel import models
 from tests.parallel.support.plans import mlp_plan
 from tests.parallel.support.training import CASES, both, train
@@ -143,6 +148,45 @@ def save_and_load(folder: str) -> None:
     plain = models_from_seed(3)
     plain.load_state_dict(torch.load(io.BytesIO(stream.getvalue())))
     torch.testing.assert_close(plain(x), first(x))
+
+
+SAME = """\
+Sequential: load_state_dict got the same shards on all ranks, as 0.weight, float64[8, 8] on each: \
+they are those of one rank, whose state_dict() has no others.
+Fix: save by shardmap_torch.saving or torch.distributed.checkpoint; or let all ranks call \
+get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), one save what it \
+returns, and all load it by set_model_state_dict with these options."""
+
+
+def load_of_one_rank(folder: str) -> None:
+    mesh, x, files = worker_mesh((2,), ("tp",)), random((3, 8), 0), [f"{folder}/0", f"{folder}/1"]
+    module = parallelize(models_from_seed(1), mesh, mlp_plan(parallel))
+    expected, whole = module(x), StateDictOptions(full_state_dict=True)
+    torch.save(module.state_dict(), files[mesh.rank])
+    model_state = get_model_state_dict(module, options=whole)
+    dist.barrier()
+    for other in (
+        copy.deepcopy(module),
+        parallelize(models_from_seed(2), mesh, mlp_plan(parallel)),
+    ):
+        for value in other.parameters():
+            nn.init.constant_(value, mesh.rank)
+        other.load_state_dict(other.state_dict())  # of one number, as biases at first
+        for holder in (other, AveragedModel(other)):
+            prefix = "" if holder is other else "module."
+            state = torch.load(files[0], weights_only=False)
+            with pytest.raises(SpecError) as caught:
+                holder.load_state_dict({prefix + key: x for key, x in state.items()}, strict=False)
+            assert f"{caught.value}" == SAME
+        other.load_state_dict(torch.load(files[mesh.rank], weights_only=False))
+        assert torch.equal(other(x), expected)
+        nn.init.zeros_(other.get_parameter("0.weight"))
+        set_model_state_dict(other, model_state, options=whole)
+        assert torch.equal(other(x), expected)
+
+
+def test_shards_of_one_rank_are_not_loaded_by_all(gloo: Gloo, tmp_path: Path) -> None:
+    gloo(2).run(load_of_one_rank, str(tmp_path))
 
 
 def test_a_state_is_saved_and_loaded_into_another_plan(gloo: Gloo, tmp_path: Path) -> None:
