@@ -132,6 +132,7 @@ FAILURES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_of_rank_1_is_told_soon_and_leaves_nothing(name: str, pool: Pool) -> None:
     function, options, texts = FAILURES[name]

@@ -67,6 +67,7 @@ def interrupted(name: str) -> tuple[float, bool]:
     return found[0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(COLLECTIVES))
 def test_a_wait_for_a_late_rank_can_be_interrupted(name: str, gloo: Gloo) -> None:
     (seconds, is_open), _ = gloo(2).run(interrupted, name)

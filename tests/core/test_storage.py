@@ -100,7 +100,7 @@ def write_into_a_sum(mesh: Mesh) -> None:
 
 
 def test_a_value_made_partial_is_a_copy_on_the_first_rank_too(gloo: Gloo) -> None:
-    """On processes: a check refuses the write, and simulated ranks get shards that are read-only."""
+    """On processes: a check refuses the write, and simulated ranks get read-only shards."""
     run_on("gloo", write_into_a_sum, gloo)
 
 

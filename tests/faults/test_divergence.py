@@ -86,6 +86,7 @@ def is_right(name: str, odd: bool, told: Told) -> bool:
     return known and seconds < DEADLINE + 5
 
 
+@pytest.mark.fuzz  # 14 s; `make faults` runs all
 def test_some_divergences_are_errors_on_every_rank_of_a_grid() -> None:
     check(GRID, QUICK, odd=1, seconds=200)
 

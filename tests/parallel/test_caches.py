@@ -11,6 +11,7 @@ from shardmap_torch import Mesh, make_mesh, parallelize
 from shardmap_torch.checker.verify import verdict
 from tests.parallel.support.transformers_models import make_model
 from tests.programs.support.harness import global_value, worker_mesh
+from tests.support.fuzzing import sampled
 from tests.support.pool import Gloo
 
 SIMULATED = make_mesh((2,), ("tp",), kind="simulated")
@@ -45,7 +46,7 @@ def on_processes(name: str) -> None:
     generates_alike(name, worker_mesh((2,), ("tp",)))
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", sampled(HYBRIDS, "lfm2"))
 def test_states_in_dicts_are_carried_on_processes_too(name: str, gloo: Gloo) -> None:
     gloo(2).run(on_processes, name, timeout=120)
 
@@ -124,5 +125,6 @@ def layers_on_processes() -> None:
     layers_train_and_generate(worker_mesh((2,), ("tp",)))
 
 
+@pytest.mark.fuzz  # simulated above
 def test_layers_share_a_cache_on_processes(gloo: Gloo) -> None:
     gloo(2).run(layers_on_processes, timeout=120)

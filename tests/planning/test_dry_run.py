@@ -104,6 +104,7 @@ assert first == second, (max(first), max(second))
 """
 
 
+@pytest.mark.fuzz  # 4 s, most of it for a process of its own
 def test_the_first_run_of_a_process_frees_what_later_ones_free() -> None:
     subprocess.run([sys.executable, "-c", FIRST], check=True)
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 
 @pytest.mark.parametrize("kind", ["vmap", "ranks"])
-@settings(max_examples=sized(30, 300))
+@settings(max_examples=sized(20, 300))
 @given(program=programs())
 def test_a_generated_program_equals_one_device(program: Program, kind: Any) -> None:
     (num_ranks,) = program.meshes

@@ -58,6 +58,7 @@ def test_fuzzing_sees_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert fuzz(BY_NAME[name], samples=6, draws=40, until_wrong=True).wrong
 
 
+@pytest.mark.fuzz  # 3 s
 def test_fuzzing_sees_a_rule_without_negative_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.14, DTensor's rule for cumsum was one."""
 
