@@ -62,7 +62,7 @@ def test_every_row_has_a_meaning_and_a_wrong_transpose_here() -> None:
     assert set(BROKEN) == set(TABLE)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("strategy", ["vmap", "ranks"])
 @EACH_ROW
 def test_row_and_its_transpose_on_a_simulated_mesh(

@@ -190,6 +190,7 @@ def compare(family: str, step: int) -> int:
 
 
 @pytest.mark.parametrize("processes", sampled([2, 4], 2))
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_style_gives_the_values_and_gradients_that_torch_gives(
     family: str, processes: int, gloo: Gloo
