@@ -118,11 +118,28 @@ def difference(name: str, reports: Mapping[int, Report]) -> str:
         f"{name}: processes run different programs. The first difference:\n"
         f"  {ranks_text(alike)}: {mine.strip()}\n"
         f"  {ranks_text(unlike)}: {other.strip()}\n"
-        f"where: {places}\n"
+        f"where: {places}\n{_fix(mine, other)}"
+    )
+
+
+def _fix(one: str, other: str) -> str:
+    """Says what to do about two lines that differ."""
+    if _HASH.search(one) and _HASH.sub("", one) == _HASH.sub("", other):
+        return (
+            "Fix: pass the same global values on every process, drawn from one seed or read alike; "
+            "rows that each process has of its own become global by from_local(rows, mesh, spec)."
+        )
+    if _DTYPE.search(one) and _DTYPE.sub("[", one) == _DTYPE.sub("[", other):
+        return "Fix: pass tensors of one dtype on every process."
+    return (
         "Fix: run the same code with the same Python values on every process, and pass the same "
         "DTensors: a clone, or a new one of equal values, is another. What depends on the rank "
-        "inside of a body is the tensor axis_index(axis)." + _ROWS * _are_batches(mine, other)
+        "inside of a body is the tensor axis_index(axis)." + _ROWS * _are_batches(one, other)
     )
+
+
+_HASH: Final = re.compile(r", hash \w+")
+_DTYPE: Final = re.compile(r"\b(float|int|uint|bfloat|complex|bool)\d*\[")
 
 
 def _are_batches(one: str, other: str) -> bool:

@@ -38,3 +38,14 @@ def test_batches_of_other_sizes_are_told_of_a_loader_and_drop_last() -> None:
 def test_other_differences_are_not_said_to_be_of_batches(other: str) -> None:
     first = other.replace("[6, 8]", "[8, 8]") if other.startswith("%") else ""
     assert ROWS not in told(first or "x: float32[8, 8], P('dp')", other)
+
+
+def test_values_and_dtypes_that_differ_have_a_fix_of_their_own() -> None:
+    own = told("tree: int64[4], hash 1f, P('dp')", "tree: int64[4], hash 2e, P('dp')")
+    assert own.endswith(
+        "Fix: pass the same global values on every process, drawn from one seed or read alike; "
+        "rows that each process has of its own become global by from_local(rows, mesh, spec)."
+    )
+    wide = told("x: float32[4, 8], P('dp')", "x: float64[4, 8], P('dp')")
+    assert wide.endswith("\nFix: pass tensors of one dtype on every process.")
+    assert "of one dtype" not in told("x: float32[4, 8], P('dp')", "x: float64[4, 6], P('dp')")
