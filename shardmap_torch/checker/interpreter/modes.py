@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from shardmap_torch.backends.batching import batches_learned_masks
 from shardmap_torch.checker.interpreter import custom_functions, gradients, proposals, scalars
@@ -246,8 +246,10 @@ def _what_only_ranks_run(func: Any, args: Any, kwargs: Any) -> str | None:
         return name_of_hook(func)
     if func is scaled_dot_product_attention and _lacks_gradient_of_mask(*args, **kwargs):
         return "attention with a mask that needs a gradient"
-    if getattr(func, "__name__", "") in _CAST_WHOLE and any(map(torch.is_autocast_enabled, _CAST)):
-        return ""
+    name = getattr(func, "__name__", "")
+    if name in _CAST_WHOLE and any(map(torch.is_autocast_enabled, _CAST)):
+        is_product = func is linear and len(args) + len(kwargs) < 3  # whose operands are cast
+        return None if is_product else f"{name} under autocast"
     return "" if func in UNBATCHED else None
 
 
@@ -256,9 +258,14 @@ _CAST_WHOLE: Final = frozenset(
     "scaled_dot_product_attention conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
     "conv_transpose3d cross_entropy nll_loss l1_loss kl_div cosine_embedding_loss cdist softmax "
     "hinge_embedding_loss poisson_nll_loss margin_ranking_loss triplet_margin_loss log_softmax "
-    "layer_norm group_norm quantile nanquantile".split()
+    "layer_norm group_norm quantile nanquantile linear addmm addbmm baddbmm dot inner mv vdot "
+    "tensordot prelu trace pinverse max_pool3d adaptive_avg_pool3d linear_cross_entropy "
+    "binary_cross_entropy_with_logits multi_head_attention_forward".split()
 )
-"""Functions whose operands autocast casts, and which torch.func.vmap takes apart before that."""
+"""Functions whose operands autocast casts, and which torch.func.vmap takes apart before that.
+
+All of torch's operator database whose dtype differs under vmap (torch 2.13; `findings/`).
+"""
 
 
 def _deep_copied(interpreter: Interpreter, func: Any, args: Any, kwargs: Any) -> Any:
