@@ -188,8 +188,9 @@ def batch_norm(
             y = apply(y, scale.view(shape))
 
     def moved(running: Tensor, new: Tensor) -> Tensor:
-        new = new.detach().to(running.dtype)
-        return running.lerp(new if axis is None else convert(new, axis, src=R, dst=I), momentum)
+        new = new.detach() if axis is None else convert(new.detach(), axis, src=R, dst=I)
+        dtype = torch.promote_types(running.dtype, new.dtype)
+        return running.to(dtype).lerp(new.to(dtype), momentum).to(running.dtype)
 
     unbiased = var * (count / (count - 1))
     return y.to(x.dtype), moved(running_mean, mean), moved(running_var, unbiased)

@@ -15,8 +15,9 @@ def copied(module: nn.Module, buffers: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 def written_into(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the copies that a forward has written into."""
-    return {name: x.detach() for name, x in own.items() if x is not given[name] and x._version}
+    """Returns the copies that a forward has written into; all where inference counts no writes."""
+    copies = {name: x.detach() for name, x in own.items() if x is not given[name]}
+    return {name: x for name, x in copies.items() if x.is_inference() or own[name]._version}
 
 
 def write_buffers(module: nn.Module, written: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,6 @@
 """Buffers that a forward writes into are state, and batch norms take statistics of all rows."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -149,3 +150,14 @@ def test_a_sum_of_each_ranks_rows_in_a_buffer_is_refused() -> None:
         ours(ROWS[0])
     assert "all_reduce(x.detach().sum(0), 'a'" in str(error.value)
     assert model.calls == 0, "a call that is refused has written"
+
+
+@pytest.mark.parametrize("simulate", ["vmap", "ranks"])
+def test_in_inference_mode_a_module_in_training_writes_its_buffers_too(simulate: Any) -> None:
+    """Tensors of that mode count no writes."""
+    one = normed().double()
+    mesh = make_mesh((2,), ("a",), kind="simulated", simulate=simulate)
+    ours = parallelize(copy.deepcopy(one), mesh, dp="a")
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(ROWS[0]), one(ROWS[0]))
+    torch.testing.assert_close([*ours.buffers()], [*one.buffers()])
