@@ -360,8 +360,14 @@ def test_a_number_that_the_body_keeps_means_nothing_after_the_check() -> None:
     for use in (lambda: kept[0] > 1, lambda: bool(kept[0]), lambda: max(kept[0], 3)):
         with pytest.raises(ShardTypeError, match="kept when it was checked"):
             use()
-    with pytest.raises(ShardTypeError, match="used after its check has ended"):
+    with pytest.raises(ShardTypeError) as error:
         torch.ones(1) * kept[0]
+    head, _, fix = str(error.value).partition(" at test_paths.py:")
+    assert head == "A number of an interpreted body is used after its check has ended,"
+    assert fix.partition(": it")[2] == (
+        " was kept, as in a cache that the body fills.\n"
+        "Fix: compute it in each call; the rank, for one, by axis_index(axis)."
+    )
 
 
 # -------------------------------------------------------------------------------- how many ways
