@@ -142,11 +142,13 @@ class ShardedTensor:
         dims: how each dim is sharded.
         local: its shape on a rank.
         global_shape: its shape on one device.
+        of_zeros: whether this is known only as long as its memory is zeros.
     """
 
     dims: tuple[Dim, ...]
     local: Shape
     global_shape: Shape
+    of_zeros: bool = False
 
     @staticmethod
     def unsharded(shape: Shape) -> "ShardedTensor":

@@ -31,6 +31,7 @@ from shardmap_torch.checker.spmd.layout import (
     UnrelatedError,
     fitted,
     numbers_of_shards,
+    size_of_one_rank,
 )
 from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DIVIDED, DRAWN, PER_RANK, SHARD
 from shardmap_torch.checker.spmd.ops.aten_rules import DRAW, propagate
@@ -117,6 +118,8 @@ class Operations:
             summed = summed.scaled(factor, NO_AXES, self._cause(call, name))
         special = positions or self._overwrite(call, step.arguments)
         layouts = special or propagate(step)
+        if is_view(op) and any(shard.of_zeros for shard in step.shards):
+            layouts = [replace(each, of_zeros=True) for each in layouts]
         if op in IGNORING and any(sharded.means for sharded in layouts):
             self._interpreter.traits.averages = True
         extrema, known = self._carried(call), dict[Any, tuple[ShardedTensor, Sums]]()
@@ -279,6 +282,8 @@ class Operations:
     ) -> tuple[ShardedTensor, Sums]:
         """Returns how a result is sharded and summed; `extrema` are pending of operands too."""
         shard = fitted(sharded.dims, tuple(result.shape), global_shape)
+        if sharded.of_zeros:
+            shard = replace(shard, of_zeros=True)
         if sharded.partial and result.dtype == torch.bool:
             raise UnrelatedError(
                 "whether any entry is true is no sum of whether any of a part is",
@@ -365,6 +370,8 @@ class Operations:
     ) -> bool:
         """Returns whether a write fills the storage; else it must match the rest of it."""
         before = self._notes.find(tensor, Ref(number), "what is written to")
+        if before.of_zeros:
+            raise size_of_one_rank("what is written to")
         pairs = zip(before.dims, shard.dims, strict=True)
         if any(have not in (want, ANY) for have, want in pairs) or (
             ANY in shard.dims and draws(call.op, call.arguments)

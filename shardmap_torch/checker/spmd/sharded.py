@@ -46,12 +46,14 @@ class Sharded:
         partial: axes over which the values are a pending sum.
         pending: axes over which a "max" or a "min" is pending.
         means: of `partial`, axes over which the mean is meant: the sum divided by their size.
+        of_zeros: as in `ShardedTensor`.
     """
 
     dims: tuple[Dim, ...]
     partial: frozenset[str] = frozenset()
     pending: frozenset[tuple[str, str]] = frozenset()
     means: frozenset[str] = frozenset()
+    of_zeros: bool = False
 
 
 @dataclass(frozen=True, eq=False)

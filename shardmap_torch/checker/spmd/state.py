@@ -23,6 +23,7 @@ from shardmap_torch.checker.spmd.layout import (
     fitted,
     in_words,
     sharded_dim,
+    size_of_one_rank,
 )
 from shardmap_torch.checker.spmd.ops.advice import DECIDED, OTHER, PER_RANK, UNSEEN, spec_advice
 from shardmap_torch.checker.spmd.recorder import Ref, TensorMap
@@ -97,6 +98,8 @@ class Notes:
         shard = known.get(self._alignment.canonical(ref))
         if shard is None:
             raise UnrelatedError(f"{what} is another value than on one device", OTHER)
+        if shard.of_zeros and not self.sums(tensor).zero:
+            raise size_of_one_rank(f"the size of {what}")
         return shard
 
     def layouts(self, value: Any, there: Any, name: str) -> Any:

@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmap_torch import I, P, all_reduce, axis_group, axis_size
+from shardmap_torch import (
+    I,
+    OneDeviceWarning,
+    P,
+    all_reduce,
+    axis_group,
+    axis_size,
+    explain,
+    shard_map,
+)
 from tests.checker.support.one_device import RANKS, assert_is_one_device, assert_is_refused, numbers
 
 # torch renames some calls.
@@ -68,6 +77,22 @@ def read_as_views(x: Tensor) -> Tensor:
     return same * turned.t() * x
 
 
+def recurrent(x: Tensor) -> Tensor:
+    """Flattens a state whose sharding nothing has told yet, as a matrix product does."""
+    k = x.view(-1, 2, 4)
+    state = torch.zeros(k.shape[0], 2, 4, 4, dtype=x.dtype)
+    first = k[:, :, None] @ state
+    state = state * 0.9 + k[..., None] * (k - first[:, :, 0])[:, :, None]
+    return (k[:, :, None] @ state).flatten(1)
+
+
+def recurrent_in_place(x: Tensor) -> Tensor:
+    k, state = x.detach().view(-1, 2, 4), torch.zeros(x.shape[0], 2, 4, 4, dtype=x.dtype)
+    first = torch.bmm(k.flatten(0, 1)[:, None], state.flatten(0, 1)).flatten()
+    state += k[..., None] * (k - first.view_as(k))[:, :, None]
+    return torch.einsum("bhd,bhde->bhe", k, state).flatten(1) * x
+
+
 def of_ones(x: Tensor) -> Tensor:
     out = torch.ones(x.shape[0], 8, dtype=x.dtype)
     out[:, 2:5] = x[:, 2:5]
@@ -91,6 +116,8 @@ RIGHT: Final[dict[str, tuple[Body, P]]] = {
     "two parts": (side_by_side, P("a")),
     "views of zeros": (read_as_views, P("a")),
     "a part of ones": (of_ones, P("a")),
+    "a recurrent state": (recurrent, P("a")),
+    "a recurrent state in place": (recurrent_in_place, P("a")),
     "a step on .data": (stepped, P("a")),
     "reduce_scatter_tensor": (scattered, P("a")),
 }
@@ -100,6 +127,12 @@ RIGHT: Final[dict[str, tuple[Body, P]]] = {
 def test_memory_of_equal_entries_takes_what_is_written(name: str) -> None:
     body, out = RIGHT[name]
     assert_is_one_device(body, [X], OWN, out)
+
+
+@pytest.mark.parametrize("body", [recurrent, recurrent_in_place])
+def test_layouts_follow_a_state_that_begins_as_zeros(body: Body) -> None:
+    mapped = shard_map(body, mesh=RANKS, in_specs=OWN, out_specs=P("a"), check="global")
+    assert explain(mapped, X.detach().requires_grad_()).one_device == "proven"
 
 
 def sum_beside_a_number(x: Tensor) -> Tensor:
@@ -125,6 +158,29 @@ def other_axis(x: Tensor) -> Tensor:
     same = out.detach()
     out += x
     return same * torch.zeros(4 // axis_size("b"), 8, dtype=x.dtype).add_(1)
+
+
+def read_as_columns(x: Tensor) -> Tensor:
+    """Reads by a view of zeros, by columns, what has been written into rows since."""
+    out = torch.zeros(x.shape[1] // 2, 8, dtype=x.dtype)
+    flat = out.flatten().detach()
+    out[:, 0] = 1.0
+    return (flat * x.detach().flatten()).view(x.shape)
+
+
+def written_as_columns(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape[1] // 2, 8, dtype=x.dtype)
+    out.view(-1, 16)[:, 0] = 1.0
+    return (out.flatten() * x.detach().flatten()).view(x.shape)
+
+
+@pytest.mark.parametrize("body", [read_as_columns, written_as_columns])
+def test_a_view_of_zeros_is_what_they_were(body: Body) -> None:
+    columns = P(None, "a", invariant={"b"})
+    mapped = shard_map(body, mesh=RANKS, in_specs=columns, out_specs=P(None, "a"))
+    with pytest.warns(OneDeviceWarning):
+        assert not mapped(X).equal(body(X))
+    assert_is_refused(body, [X], columns, P(None, "a"), "no sharding yet|differ")
 
 
 def drawn(x: Tensor) -> Tensor:

@@ -104,7 +104,12 @@ def _listed(step: Step) -> list[Sharded]:
 
 def _reshaped(step: Step) -> list[Sharded]:
     (x,) = step.shards
-    return [Sharded(reshape(x, global_shape)) for _, global_shape in step.results]
+    try:
+        return [Sharded(reshape(x, global_shape)) for _, global_shape in step.results]
+    except UnrelatedError:
+        if ANY not in x.dims or not step.zeros:
+            raise
+        return [Sharded(fill(*shapes), of_zeros=True) for shapes in step.results]
 
 
 def _expanded(step: Step) -> list[Sharded]:
