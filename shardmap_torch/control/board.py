@@ -19,7 +19,9 @@ from shardmap_torch.core.torch_private.engine import Store
 PATIENCE: Final = timedelta(seconds=1)
 """Time that a rank waits before it posts, and checks if the wait can end."""
 
-State: TypeAlias = Literal["runs", "waits", "raised", "broken", "disagrees", "exited"]
+State: TypeAlias = Literal[
+    "runs", "outside", "waits", "raised", "broken", "disagrees", "exited", "ended"
+]
 
 
 class Value(NamedTuple):
@@ -44,13 +46,35 @@ class Value(NamedTuple):
     is_plain: bool
 
 
+class Step(NamedTuple):
+    """A comparison, or what is compared with the next, that a rank has come to.
+
+    Attributes:
+        check: its number of comparisons then.
+        what: names it.
+        site: the innermost line of the user's code.
+        callers: the lines around that, the innermost first.
+    """
+
+    check: int
+    what: str
+    site: str
+    callers: Sequence[str] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Tells it from other steps."""
+        return self.what, self.site, *self.callers
+
+
 class Report(NamedTuple):
-    """A rank's call in a check that failed: its number, line, text and values."""
+    """A rank's call in a check that failed: its number, line, text, values and last steps."""
 
     number: int
     site: str
     text: str
     values: Sequence[Value] = ()
+    trail: Sequence[Step] = ()
 
 
 CHECK: Final = "check"
@@ -75,8 +99,9 @@ class Status:
     """The progress of a rank, as it posts it for its peers.
 
     Attributes:
-        state: it runs, waits for others, has raised an error in its newest call, has failed because
-            a rank is gone ("broken") or because ranks disagree, or has exited.
+        state: it runs, runs a collective of torch's own ("outside"), waits for others, has raised
+            an error in its newest call, has failed because a rank is gone ("broken") or because
+            ranks disagree, has exited after an error, or has ended without one.
         call: the number of its newest call of a shard_mapped function.
         what: its current or last operation, with the line of the user's code.
         group: the name of the group that it waits on.
@@ -107,7 +132,7 @@ class Status:
         """Returns whether it cannot join the operation of `waiting`: it has left that call."""
         if self.state == "raised":  # and may go on with the next call
             return self.call >= waiting.call
-        return self.state in ("broken", "disagrees", "exited")
+        return self.state in ("broken", "disagrees", "exited", "ended")
 
 
 def read(text: str) -> Status:
@@ -115,8 +140,10 @@ def read(text: str) -> Status:
     raw = json.loads(text)
     raw["members"] = tuple(raw["members"])
     if raw["report"] is not None:
-        number, site, text, values = raw["report"]
-        raw["report"] = Report(number, site, text, [Value(*each) for each in values])
+        number, site, text, values, trail = raw["report"]
+        found = [Value(*each) for each in values]
+        steps = tuple(Step(*each) for each in trail)
+        raw["report"] = Report(number, site, text, found, steps)
     return Status(**raw)
 
 

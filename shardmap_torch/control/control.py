@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
+from traceback import walk_tb
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import torch
@@ -20,17 +21,20 @@ from torch import Tensor
 from shardmap_torch.control.board import CHECK, Board, RankGroup, Report, Status, Value, lacks
 from shardmap_torch.control.exchange import NONE, Comparison, Exchange
 from shardmap_torch.control.messages import (
+    OF_TORCH,
     are_alike,
     describe_error,
     describe_ranks,
     difference,
+    parting_of,
     ranks_text,
     shorten,
     unequal_values,
 )
+from shardmap_torch.control.parting import fix_of
 from shardmap_torch.control.recorder import LENGTH, FlightRecorder, History, usable_folder
 from shardmap_torch.control.waiting import Progress, StuckError, Waiting, is_of_handler
-from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.source_location import call_site, is_in_collective
 from shardmap_torch.core.torch_private.engine import (
     current_autograd_node,
     current_graph_task_id,
@@ -171,6 +175,7 @@ class Control:
         now: bool,
         values: Values | None = None,
         doing: str = "",
+        step: str = "",
     ) -> None:
         """Starts to compare the history, extended by `digest`, with that of the other ranks.
 
@@ -180,6 +185,7 @@ class Control:
             now: waits for the result; else `resolve` does, where there is one round of messages.
             values: those that must be equal on ranks; late ones wait for the next check.
             doing: its short description; by default that of the newest call.
+            step: its name; by default that of the function.
 
         Raises:
             CollectiveMismatchError: the ranks differ.
@@ -196,7 +202,7 @@ class Control:
         progress, told = self.progress, (text, compared)
         number, function = progress.call
         progress.doing = doing or f"call {number} of {function}"
-        hashes = self._history.extend(digest)
+        hashes = self._history.extend(digest, step or function)
         self._begin(hashes, hashes, told)
         # A rank that forwards what it hears must not do anything before that waits for others.
         if now or len(self._exchange.sources) > 1:
@@ -204,6 +210,10 @@ class Control:
         for each in compared:
             if each.shards:
                 self._compare_shards(each.shards, told)
+
+    def note(self, what: str) -> None:
+        """Has the next check compare that this rank has done something outside of calls."""
+        self._history.note(what)
 
     def compare_later(self, values: Values) -> None:
         """Has the next check compare values, too."""
@@ -319,10 +329,13 @@ class Control:
         call, function = self.progress.call
         of = f"of call {made_in} " * bool(made_in)
         backward = "" if self.in_call else f"a backward {of}after "
-        what = f"{operation} of {show_shape(*operand)}{place}"
-        doing = f"{what}, in {backward}call {call} of {function}"
+        step = "a backward" if backward else str(operation)
+        what, where = (
+            f"{operation} of {show_shape(*operand)}",
+            f", in {backward}call {call} of {function}",
+        )
         key = self._history.key(operation, *operand, made_in)
-        self.check(key, doing, now=True, doing=doing)
+        self.check(key, f"{what}{place}{where}", now=True, doing=f"{what}{where}", step=step)
 
     # Errors.
 
@@ -344,10 +357,15 @@ class Control:
             for rank in (self.progress.rank_group.members or self._everyone.members)
             if rank != self.rank and (rank not in statuses or lacks(mine, statuses[rank]))
         ]
-        why, site = shorten(str(error)), call_site()
-        if site is not None:
-            what += f", at {site.place},"
+        why, is_check = shorten(str(error)), self.progress.rank_group is self._everyone
+        site = call_site()
+        place = "" if site is None else f" at {site.place}"
+        place = self._history.newest if is_check else place
+        what += place and f",{place},"
         lines = [f"{what} failed on rank {self.rank}: {why}", *self._described(statuses, missing)]
+        states = {statuses[rank].state for rank in missing if rank in statuses}
+        if is_check and states & {"ended", "outside"}:
+            lines.append(OF_TORCH if "outside" in states else fix_of(self._history.trail()))
         folder = usable_folder()
         if folder is not None:
             lines.append(
@@ -358,7 +376,7 @@ class Control:
         disagree = stuck is not None and stuck.is_disagreement
         self._break(f"{what} failed on rank {self.rank}.", text, disagree)
         kind = CollectiveMismatchError if disagree else CommunicationError
-        raise kind(text) from (error if stuck is None else None)
+        raise kind(text) from None  # it has the text of `error`
 
     def _break(self, why: str, text: str, disagree: bool) -> None:
         progress = self.progress
@@ -385,12 +403,14 @@ class Control:
         text, compared = told
         values = [row for each in compared for row in each.rows()]
         text = "\n".join([text, *(line for each in compared for line in each.kinds())])
-        place = "" if site is None else site.place
-        progress.report = own = Report(self.num_errors, place, text, values)
+        place, trail = "" if site is None else site.place, self._history.trail()
+        progress.report = own = Report(self.num_errors, place, text, values, trail)
         self._board.touch()
         limit = min(2 * _GATHER, self.timeout.total_seconds())
         reports, name = self._board.reports(own, limit), progress.call[1]
-        unequal = unequal_values(name, reports) if is_clean and are_alike(reports) else ""
+        parting = parting_of(reports)
+        is_alike = is_clean and are_alike(reports) and not (parting and parting.alone)
+        unequal = unequal_values(name, reports) if is_alike else ""
         message = unequal or difference(name, reports)
         if is_clean:  # no message is in flight, and every rank knows
             self._history.clear()
@@ -439,6 +459,9 @@ class Control:
         progress = self.progress
         if error is not None:
             progress.raised = progress.raised or describe_error(error)
+            if is_in_collective([frame for frame, _ in walk_tb(error.__traceback__)][::-1]):
+                posts = {**self._board.look(_GATHER), self.rank: progress.status()}
+                error.add_note("\n".join(["The ranks:", *self._described(posts, ()), OF_TORCH]))
             return
         progress.exited = True
         with suppress(Exception):

@@ -5,22 +5,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from shardmap_torch.control.board import PATIENCE, Report, Status, Value
+from shardmap_torch.control.parting import Parting, find_parting
+from shardmap_torch.core.source_location import error_site
 from shardmap_torch.errors import listing
 
 
 def describe_error(error: BaseException) -> str:
     """Formats it as `raised ValueError: too long at model.py:12`."""
-    site = _site_of(error)
+    site = error_site(error)
     text = shorten(str(error).splitlines()[0] if str(error) else "")
-    return f"raised {type(error).__name__}: {text}" + (f" at {site}" if site else "")
-
-
-def _site_of(error: BaseException) -> str:
-    frame, site = error.__traceback__, ""
-    while frame is not None:
-        name = frame.tb_frame.f_code.co_filename
-        site, frame = f"{name.rsplit('/', 1)[-1]}:{frame.tb_lineno}", frame.tb_next
-    return site
+    return f"raised {type(error).__name__}: {text}" + (f" at {site.place}" if site else "")
 
 
 def shorten(text: str) -> str:
@@ -75,6 +69,12 @@ def describe_ranks(
     return lines
 
 
+OF_TORCH: Final = (
+    "Fix: all ranks must come to a collective of torch's own, in the same order, as they do with "
+    "full_tensor(), get_state_dict(), clip_grad_norm_ and norms of DTensors: not under `if "
+    "mesh.rank == 0:`, which is for what is done with its result."
+)
+
 _SILENT: Final = 3 * PATIENCE.total_seconds()
 """Seconds without a post after which a rank is called silent; see `PATIENCE`."""
 
@@ -97,32 +97,58 @@ def difference(name: str, reports: Mapping[int, Report]) -> str:
         reports: what each rank is about to do.
     """
     texts = {rank: report.text for rank, report in reports.items()}
-    sites = {rank: report.site for rank, report in reports.items()}
-    known = {rank: sites[rank] or "an unknown line" for rank in sorted(sites)}
-    places = "; ".join(by_ranks(known, " at "))
+    head, parting = f"{name}: processes run different programs", parting_of(reports)
+    sites = {rank: report.site or "an unknown line" for rank, report in sorted(reports.items())}
+    places, default = " " + "; ".join(by_ranks(sites, " at ")), _CODE
+    if parting is not None:
+        places, default = _listed(parting), parting.fix
     plain = {rank: without_sites(text) for rank, text in texts.items()}
     first = min(texts)
     others = [rank for rank in texts if plain[rank] != plain[first]]
+    mine, other = _first_difference(texts[first], texts[others[0]]) if others else ("", "")
+    is_other = bool(_CALL.search(mine) and _CALL.search(other))
+    if parting is not None and (parting.alone or parting.num_functions > 1 or is_other):
+        return f"{head}. {_head(parting)}:{places}\n{default}"
     if not others:
         return (
-            f"{name}: processes run different programs: they have done different things before "
-            f"this call, which is the same on all of them:\n  {texts[first].splitlines()[0]}\n"
-            f"where: {places}\n"
+            f"{head}: they have done different things before this call, which is the same on all "
+            f"of them:\n  {texts[first].splitlines()[0]}\n"
+            f"where:{places}\n"
             "Fix: call the same functions, and take the same gradients, in the same order on "
             "every process."
         )
-    mine, other = _first_difference(texts[first], texts[others[0]])
     alike = [rank for rank in texts if plain[rank] == plain[first]]
     unlike = [rank for rank in others if plain[rank] == plain[others[0]]]
     return (
-        f"{name}: processes run different programs. The first difference:\n"
+        f"{head}. The first difference:\n"
         f"  {ranks_text(alike)}: {mine.strip()}\n"
         f"  {ranks_text(unlike)}: {other.strip()}\n"
-        f"where: {places}\n{_fix(mine, other)}"
+        f"where:{places}\n{_fix(mine, other, default)}"
     )
 
 
-def _fix(one: str, other: str) -> str:
+_CALL: Final = re.compile(r": a DTensor, (argument|result) \d+ of call \d+$")
+"""Ends what is another DTensor, as the batch of another turn of a loop is."""
+
+
+def _head(parting: Parting) -> str:
+    if not parting.alone:
+        return "They have come to different calls"
+    place = parting.texts()[parting.alone[0]].partition(": ")[0]
+    runs = "runs" if len(parting.alone) == 1 else "run"
+    return f"Only {ranks_text(parting.alone)} {runs} {place}"
+
+
+def _listed(parting: Parting) -> str:
+    return "".join(f"\n  {line}" for line in by_ranks(parting.texts(), ": "))
+
+
+def parting_of(reports: Mapping[int, Report]) -> Parting | None:
+    """Finds where ranks part, by the lines of their last steps."""
+    return find_parting({rank: report.trail for rank, report in reports.items()})
+
+
+def _fix(one: str, other: str, default: str) -> str:
     """Says what to do about two lines that differ."""
     if _HASH.search(one) and _HASH.sub("", one) == _HASH.sub("", other):
         return (
@@ -131,13 +157,14 @@ def _fix(one: str, other: str) -> str:
         )
     if _DTYPE.search(one) and _DTYPE.sub("[", one) == _DTYPE.sub("[", other):
         return "Fix: pass tensors of one dtype on every process."
-    return (
-        "Fix: run the same code with the same Python values on every process, and pass the same "
-        "DTensors: a clone, or a new one of equal values, is another. What depends on the rank "
-        "inside of a body is the tensor axis_index(axis)." + _ROWS * _are_batches(one, other)
-    )
+    return default + _ROWS * _are_batches(one, other)
 
 
+_CODE: Final = (
+    "Fix: run the same code with the same Python values on every process, and pass the same "
+    "DTensors: a clone, or a new one of equal values, is another. What depends on the rank inside "
+    "of a body is the tensor axis_index(axis)."
+)
 _HASH: Final = re.compile(r", hash \w+")
 _DTYPE: Final = re.compile(r"\b(float|int|uint|bfloat|complex|bool)\d*\[")
 

@@ -19,13 +19,19 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from shardmap_torch.control.board import CHECK, RankGroup
+from shardmap_torch.control.board import CHECK, RankGroup, Step
+from shardmap_torch.core.source_location import Standing, mark_lines, read_lines
 from shardmap_torch.errors import PostmortemError, show_shape
 
 VARIABLE: Final = "SHARDMAP_TORCH_DUMPS"
 """The environment variable that names the folder of the dumps."""
 
 LENGTH: Final = 256
+
+_STEPS: Final = 48
+"""Comparisons that are kept, to tell where ranks parted."""
+
+_UNKNOWN: Final = "an unknown line"
 
 _FACTOR: Final = 0x5851F42D4C957F2D
 _MODULUS: Final = (1 << 61) - 1
@@ -110,7 +116,7 @@ class FlightRecorder:
     def _entry(self, raw: "Raw", seq: int) -> Entry:
         (call, function), operation, dtype, shape, site, _, _ = raw
         operand = show_shape(dtype, shape)
-        line = getattr(site, "place", "an unknown line")
+        line = getattr(site, "place", _UNKNOWN)
         is_open = self.is_open and seq == self._taken + len(self.new)
         state = "begun" if is_open else "done"
         axes = ",".join(operation.axes)
@@ -149,15 +155,39 @@ class History:
         self._calls = self._moves = self.num_checks = 0
         self._keys: dict[Any, tuple[Any, int]] = {}
         self._counts: dict[str, int] = {}
+        self._trail: deque[tuple[int, str, Standing]] = deque(maxlen=_STEPS)
 
-    def extend(self, digest: int) -> tuple[int, int]:
+    def note(self, what: str) -> None:
+        """Adds what others do too and is compared with the next call."""
+        self._trail.append((self.num_checks, what, mark_lines()))
+        self._calls = (self._calls * _FACTOR + zlib.crc32(what.encode())) % _MODULUS
+
+    @property
+    def newest(self) -> str:
+        """Formats the line of the newest step as ` at model.py:12`; empty if there is none."""
+        lines = read_lines(self._trail[-1][2][:1]) if self._trail else ()
+        return "".join(f" at {site.place}" for site in lines)
+
+    def trail(self) -> Sequence[Step]:
+        """Returns the last steps; called on any thread."""
+        steps = []
+        for number, what, standing in self._trail.copy():  # at once, while the program adds others
+            site, *callers = map(str, read_lines(standing)) if standing else (_UNKNOWN,)
+            steps.append(Step(number, what, site, callers))
+        return steps
+
+    def extend(self, digest: int, what: str = "") -> tuple[int, int]:
         """Adds a call, or a collective that is compared by itself, of this hash.
+
+        Its name and line are kept, if it has a name, for errors that show where ranks part.
 
         Returns:
             The hash of all, and that of the collectives alone.
         """
         if self._recorder.new:
             self.catch_up()
+        if what:
+            self._trail.append((self.num_checks, what, mark_lines()))
         self.num_checks += 1
         self._calls = (self._calls * _FACTOR + digest) % _MODULUS
         return (self._calls * _FACTOR + self._moves) % _MODULUS, self._moves
@@ -192,6 +222,7 @@ class History:
     def clear(self) -> None:
         """Forgets what was done, but not how often."""
         self.catch_up()
+        self._trail.clear()
         self._calls = self._moves = 0
 
     def restart(self) -> None:

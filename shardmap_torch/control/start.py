@@ -13,15 +13,21 @@ import sys
 import time
 import uuid
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardmap_torch.control.control import Control
 from shardmap_torch.control.waiting import PeerWatch, within
+from shardmap_torch.core.dtensors import is_dtensor
+from shardmap_torch.core.source_location import users_part
 from shardmap_torch.core.torch_private.engine import Store
+from shardmap_torch.errors import ShardMapError
 
 AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun's agents to whether they host the store; without it rank 0 makes a new one."""
@@ -74,6 +80,7 @@ def start(timeout: timedelta) -> Control | None:
     _CURRENT.world = world
     _CURRENT.peers = PeerWatch(_CURRENT.control.waiting)
     _pass_on_uncaught_errors()
+    _note_updates()
     # Runs before torch's own handlers: a thread that returns from C++ while the interpreter exits
     # aborts the process.
     atexit.register(stop)
@@ -99,10 +106,29 @@ def _pass_on_uncaught_errors() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
         if _CURRENT.control is not None:
             _CURRENT.control.exit(error)
+        if isinstance(error, ShardMapError):  # autograd and modules add frames on the way
+            error.__traceback__ = trace = users_part(error)
         return previous(kind, error, trace)
 
     hook._shardmap_torch = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+@cache
+def _note_updates() -> None:
+    """Has steps of torch.optim compared, where all processes have a part of the parameters."""
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        control = None if torch.compiler.is_compiling() else _CURRENT.control
+        if control is None:
+            return
+        parameter: Any = next(
+            (x for group in optimizer.param_groups for x in group["params"]), None
+        )
+        if is_dtensor(parameter) and parameter.device_mesh.size() == control.size:
+            control.note(f"a step of {type(optimizer).__name__}")
+
+    register_optimizer_step_post_hook(note)
 
 
 _GROUP: Final = "Starting the default process group"

@@ -5,10 +5,11 @@ A wait ends once one of the ranks that it needs can never arrive, or at a deadli
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
@@ -21,10 +22,12 @@ from shardmap_torch.control.board import (
     State,
     Status,
     find_deadlock,
+    lacks,
 )
 from shardmap_torch.control.exchange import Comparison
+from shardmap_torch.control.messages import OF_TORCH, by_ranks
 from shardmap_torch.control.recorder import FlightRecorder, History
-from shardmap_torch.core.source_location import call_site
+from shardmap_torch.core.source_location import call_site, standing, warned_at
 from shardmap_torch.errors import CommunicationError
 
 T = TypeVar("T")
@@ -68,6 +71,10 @@ def within(
             "must be alive."
         ) from (errors[0] if errors else None)
     return done[0]
+
+
+_LONG: Final = 20
+"""Seconds after which a rank says that others wait where it may not come to."""
 
 
 class Progress:
@@ -135,20 +142,26 @@ class Progress:
 
     def _state(self) -> tuple[State, str]:
         last, (number, function) = self._recorder.last(), self.call
+        newest = self._history.newest
         where = f"call {number} of {function}" if number else "its start"
         before = f"; its last collective is {last}" if last is not None else ""
         if self.exited:
             why = f" after it {self.raised}" if self.raised else ""
-            return "exited", f"has exited{why}, in or after {where}{before}"
+            state: State = "exited" if why else "ended"
+            return state, f"has exited{why}, in or after {where}{before}"
         if self.broken:
             return self.failed, f"has failed before: {self.broken}"
         if self.raised:
             return "raised", f"{self.raised}, in {where}"
         if self.is_blocked and self.rank_group.name == CHECK:
-            return "waits", f"waits in the check of {self.doing}"
+            return "waits", f"waits in the check of {self.doing}{newest}"
         if self.is_blocked:
             return "waits", f"waits in {last}"
-        return "runs", f"runs, in or after {where}{before}"
+        site, is_outside = standing()
+        at = "" if site is None else f" at {site}"
+        if is_outside:
+            return "outside", f"waits in a collective of torch's own{at}, after {where}{before}"
+        return "runs", f"runs{at}, in or after {where}{before}"
 
 
 class StuckError(Exception):
@@ -196,6 +209,7 @@ class Waiting:
     def __init__(self, rank: int, progress: Progress, board: Board) -> None:
         """Posts `progress` to `board`."""
         self._rank, self._progress, self._board = rank, progress, board
+        self._num_outside = 0
 
     def wait(self, work: dist.Work | Comparison) -> None:
         """Waits for an operation on gloo or a comparison, while the ranks that it needs may arrive.
@@ -223,20 +237,29 @@ class Waiting:
         progress = self._progress
         self.block()
         statuses = {**self._board.look(PATIENCE.total_seconds()), self._rank: progress.status()}
+        self._warn(statuses)
         path = find_deadlock(self._rank, statuses)
         seen = tuple((r, statuses[r].post, statuses[r].call, statuses[r].state) for r in path)
         if path and seen == progress.suspect:
             raise StuckError(path, statuses)
         progress.suspect = seen
 
+    def _warn(self, statuses: Mapping[int, Status]) -> None:
+        """Warns that others may wait for this rank in a collective of torch's own."""
+        own = statuses[self._rank]
+        outside = {r: s.what for r, s in statuses.items() if s.state == "outside" and lacks(own, s)}
+        self._num_outside = (self._num_outside + 1) * bool(outside)
+        if self._num_outside == _LONG:
+            lines = [f"  {line}" for line in by_ranks({self._rank: own.what, **outside})]
+            warned = ["processes may wait for one another for ever:", *lines, OF_TORCH]
+            file, line = warned_at(call_site())
+            warnings.warn_explicit("\n".join(warned), UserWarning, file, line)
+
     def block(self) -> None:
         """Posts that this rank waits, unless it has."""
         progress = self._progress
         if progress.is_blocked:
             return
-        site = call_site()
-        if progress.rank_group.name == CHECK and site is not None:
-            progress.doing += f" at {site.place}"
         progress.block()
         self._board.touch()
 

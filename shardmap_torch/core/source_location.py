@@ -6,7 +6,8 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import unwrap
@@ -14,7 +15,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
-from typing import Final
+from typing import Final, TypeAlias
 
 import optree
 import torch
@@ -33,14 +34,29 @@ _OWN: Final = (
     "<",
 )
 
+_COLLECTIVES: Final = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives",
+)
+"""Modules of torch whose functions wait for other processes."""
+
 _VERIFIES: Final = str(_HERE / "shardmap_torch/checker/verify/")
 """The folder of the functions that call bodies in a check, and their backwards."""
 
 _LIBRARY: Final = sysconfig.get_path("stdlib") + "/"
 """Python's own; installed packages lie below it too, but for those in a virtual environment."""
 
-_USERS: Final[dict[str, bool]] = {}
-"""Tells by a file's name if it is the user's: each operation of a check asks for all frames."""
+
+class _Users(dict[str, bool]):
+    """Tells by a file's name if it is the user's, without a call where that is known."""
+
+    def __missing__(self, name: str) -> bool:
+        self[name] = is_users = not name.startswith(_OWN)
+        return is_users
+
+
+_USERS: Final = _Users()
+"""Each operation of a check asks for all frames, and each comparison of processes."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,7 @@ def warned_at(site: Site | None) -> tuple[str, int]:
 def site_within(code: CodeType) -> Site | None:
     """Finds that line if a function which is running has called it, as autograd calls backwards."""
     inner = takewhile(lambda each: each.f_code is not code, _outwards(sys._getframe(1)))
-    frame = next((each for each in inner if _is_users(each)), None)
+    frame = next((each for each in inner if _USERS[each.f_code.co_filename]), None)
     return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -149,8 +165,50 @@ def site_of(frame: FrameType | None) -> Site | None:
     return None if users is None else Site(users.f_code.co_filename, users.f_lineno)
 
 
+def standing() -> tuple[Site | None, bool]:
+    """Finds the user's line at which the main thread is, and whether a collective of torch's is.
+
+    For another thread, which posts it while this one may wait in C++ for ever.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inner = [*takewhile(lambda each: not _USERS[each.f_code.co_filename], _outwards(frame))]
+    return site_of(frame), is_in_collective(inner)
+
+
+def is_in_collective(frames: Sequence[FrameType]) -> bool:
+    """Returns whether a collective of torch's runs, which nothing of this package has called.
+
+    The innermost frame is the first.
+    """
+    names = [each.f_globals.get("__name__") for each in frames]
+    outer = [at for at, name in enumerate(names) if name in _COLLECTIVES][-1:]
+    return any(not any(map(is_own, frames[at:])) for at in outer)
+
+
 def _is_library(name: str) -> bool:
     return name.startswith(_LIBRARY) or "site-packages" in name
+
+
+Standing: TypeAlias = tuple[tuple[CodeType, int], ...]
+"""Places in the user's code, the innermost first, of which `read_lines` makes lines."""
+
+
+def mark_lines() -> Standing:
+    """Finds eight of the lines that `call_sites` does, for a third of its time."""
+    found: Standing = ()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not found[7:]:
+        if _USERS[frame.f_code.co_filename]:
+            found += ((frame.f_code, frame.f_lasti),)
+        frame = frame.f_back
+    return found
+
+
+def read_lines(standing: Standing) -> Iterator[Site]:
+    """Yields the lines of places."""
+    for code, at in standing:
+        lines = (line for start, end, line in code.co_lines() if start <= at < end)
+        yield _site(code.co_filename, next(lines, None) or code.co_firstlineno)
 
 
 def call_sites() -> tuple[Site, ...]:
@@ -186,17 +244,9 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _users(frame: FrameType | None) -> FrameType | None:
     """Finds the innermost frame of the user's code, from this one outwards."""
-    while frame is not None and not _is_users(frame):
+    while frame is not None and not _USERS[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
-
-
-def _is_users(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    known = _USERS.get(name)
-    if known is None:
-        known = _USERS[name] = not name.startswith(_OWN)
-    return known
 
 
 def users_part(error: BaseException) -> TracebackType | None:

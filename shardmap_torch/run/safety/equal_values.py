@@ -20,7 +20,7 @@ from shardmap_torch.boundary.cotangents import NOTHING, VARIABLE
 from shardmap_torch.control.board import Value
 from shardmap_torch.control.control import Control
 from shardmap_torch.core.closures import name_in
-from shardmap_torch.core.dtensors import dtensor_class
+from shardmap_torch.core.dtensors import dtensor_class, is_dtensor
 from shardmap_torch.core.functorch import base_of, tangents
 from shardmap_torch.core.hashing import Bits, has_bits, in_memory
 from shardmap_torch.core.source_location import Site, call_site, site_calling
@@ -47,6 +47,7 @@ class EqualValues:
         self._known: set[Any] = set()
         self._newest = self._era = cast(object, "none yet")  # Dynamo traces no object()
         self._plain: list[int] = []
+        self._replicated: list[int] = []
 
     def of(
         self, call: Call, control: Control, closures: Sequence[Tensor] = ()
@@ -70,6 +71,9 @@ class EqualValues:
         if is_new or self._always or setting is not None or self._calls % WHOLE == 0:
             return ValuesOfCall(call, call.crossing, closures, made, None)
         has_none = not (plain or closures or made or _is_altered())
+        if self._replicated:  # each in its turn: an update that a rank leaves out is of them all
+            at = self._replicated[self._calls % len(self._replicated)]
+            plain = [*plain, at] if _is_replicated(leaves[at]) else plain
         return None if has_none else ValuesOfCall(call, plain, closures, made, self._calls)
 
     def _is_new(self, call: Call, plain: list[int], control: Control) -> bool:
@@ -82,7 +86,10 @@ class EqualValues:
         key = (call.mesh.layout or call.mesh, call.structure, *plain, *shapes)
         is_new = key not in self._known
         self._known.add(key)
-        self._newest, self._plain = call.match, plain
+        self._newest, self._plain, specs = call.match, plain, call.match.spec
+        self._replicated = [
+            i for i in call.crossing if i not in plain and not specs(i).sharded_dims
+        ]
         return is_new
 
 
@@ -118,6 +125,10 @@ class ValuesOfCall:
         self.is_whole = turn is None
         self._copies: list[_Copy] = []
         found = [*[(at, call.leaves[at]) for at in positions], *[(_CLOSED, x) for x in closures]]
+        if turn is not None:
+            found = [
+                (at, getattr(x, "_local_tensor", x)) if at in made else (at, x) for at, x in found
+            ]
         quick = turn if engine.forward_level() < 0 else None
         parts = in_memory([x for _, x in found], quick) if quick else None
         if parts is None:
@@ -172,7 +183,9 @@ class ValuesOfCall:
         rows, digests = [], [] if self._bits is None else self._bits.digests()
         for (position, x), digest in zip(self._values, digests, strict=True):
             path, what, repair = self._described(position, x)
-            rows.append(Value(path, what, "", f"{digest:x}", repair, site, True))
+            is_copy = position in self._made
+            repair = _COPIED if is_copy else repair
+            rows.append(Value(path, what, "", f"{digest:x}", repair, site, not is_copy))
         return rows + _copied_rows(self._copies, self._copied, site)
 
     def _described(self, position: int, x: Tensor) -> tuple[str, str, str]:
@@ -253,8 +266,9 @@ _TANGENT: Final = 1 << 32
 
 _COPIED: Final = (
     "make the copies equal, as by a broadcast or a checkpoint; a rank has left an update out, or "
-    "has changed its copy alone. Of a batch, ranks that share a shard take the same rows: count "
-    "the shards, not the ranks, in a sampler."
+    "has changed its copy or its gradient alone, as by a clip under `if mesh.rank == 0:`. Of a "
+    "batch, ranks that share a shard take the same rows: count the shards, not the ranks, in a "
+    "sampler."
 )
 
 
@@ -310,6 +324,13 @@ def _copy_of(path: str, x: Any) -> _Copy | None:
     what = f"{show_shape(x.dtype, x.shape)}, placed {x.placements}"
     # Its method would differentiate, which transforms of torch.func refuse.
     return _Copy(path, x._local_tensor.detach(), dims, index, num_shards, what, shard)
+
+
+def _is_replicated(x: Any) -> bool:
+    """Returns whether all processes have a copy of a DTensor."""
+    if not is_dtensor(x) or x.device_mesh.size() != dist.get_world_size():
+        return False
+    return all([to.is_replicate() for to in x.placements])
 
 
 def _repair(path: str, spec: P, mesh: Mesh) -> str:

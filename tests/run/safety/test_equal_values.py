@@ -120,10 +120,10 @@ def until_refused(which: str) -> int:
     mesh, f = mapped()
     x, w = torch.arange(200_000.0), torch.ones(1)
     if which == "a DTensor":
-        w = DTensor.from_local(w, mesh.device_mesh, [Replicate()], run_check=False)
+        x = DTensor.from_local(x, mesh.device_mesh, [Replicate()], run_check=False)
         f = shard_map(scaled, mesh=mesh, in_specs=P(), out_specs=P())
     f(w, x)
-    (w.to_local() if isinstance(w, DTensor) else x)[0] += mesh.rank
+    (x.to_local() if isinstance(x, DTensor) else x)[0] += mesh.rank
     return next(n for n in range(1, 200) if ends(f, w, x) != "runs")
 
 
