@@ -40,6 +40,9 @@ _COLLECTIVES: Final = (
 )
 """Modules of torch whose functions wait for other processes."""
 
+_HELPER: Final = "site-packages/einops/"
+"""The package that reshapes in place of the user, whose line has the pattern."""
+
 _VERIFIES: Final = str(_HERE / "shardmap_torch/checker/verify/")
 """The folder of the functions that call bodies in a check, and their backwards."""
 
@@ -51,7 +54,7 @@ class _Users(dict[str, bool]):
     """Tells by a file's name if it is the user's, without a call where that is known."""
 
     def __missing__(self, name: str) -> bool:
-        self[name] = is_users = not name.startswith(_OWN)
+        self[name] = is_users = not name.startswith(_OWN) and _HELPER not in name
         return is_users
 
 
