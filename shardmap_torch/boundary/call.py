@@ -18,9 +18,16 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, Casts, Drawing, Edge, Monitor
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.caching import Memo, lazy
-from shardmap_torch.core.source_location import is_raised_by_call
+from shardmap_torch.core.source_location import error_site, is_raised_by_call
 from shardmap_torch.core.tree import Placed, Structure, Tree, flatten, unflatten
-from shardmap_torch.errors import ShardTypeError, SpecError, listing
+from shardmap_torch.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    OptimizerError,
+    ShardTypeError,
+    SpecError,
+    listing,
+)
 from shardmap_torch.mesh import Mesh
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -211,6 +218,12 @@ def _apply(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tree:
     except TypeError as error:
         if is_raised_by_call(error):
             raise SpecError(f"{call.name} cannot be called like this: {error}.") from None
+        raise
+    except (CollectiveError, OptimizerError) as error:
+        site, (first, *rest) = error_site(error), f"{error}".split("\n")
+        is_told = isinstance(error, CollectiveMismatchError) or "\n  at " in f"{error}"
+        if site is not None and not is_told and site.place not in first:
+            error.args = ("\n".join([first, f"  at {site}", *rest]),)
         raise
 
 

@@ -18,7 +18,7 @@ from shardmap_torch.checker.region import local_region, note_region
 from shardmap_torch.checker.rules.lattice import plain
 from shardmap_torch.collectives.protocol import Note
 from shardmap_torch.collectives.scope import current_scope
-from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.functorch import base_of, dims_of
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.errors import CollectiveError, ShardTypeError, show
@@ -61,6 +61,29 @@ def typeof(x: Tensor) -> Mapping[str, AxisType]:
         found = tuple(types_in_check(interpreter, x).values())
         interpreter.note_types(note, found, "typeof finds", "call it on one of the paths.")
     return dict(zip(scope.backend.mesh.axis_names, note.types, strict=True))
+
+
+def dims_over(x: Tensor, axes: Sequence[str]) -> tuple[Sequence[AxisType], Sequence[AxisType]]:
+    """Returns S(dim) for each of the axes that divides a dim of `x`, as code under vmap counts it.
+
+    K for other axes, and in a region, whose code is each rank's own; V where layouts do not tell.
+    Second, the same if shards are always those of the first dim. Runs get what the check has found.
+    """
+    scope = current_scope()
+    if scope is None or scope.monitor is None:
+        return (K,) * len(axes), (K,) * len(axes)
+    note, interpreter = scope.monitor.note("dims"), current_interpreter()
+    if interpreter is not None:
+        types, (dims, _) = types_in_check(interpreter, x), dims_of(x)
+        own = [K if interpreter.is_apart else types[axis] for axis in axes]
+        found = tuple([each if each == V else _divided(each, dims, each.dim or 0) for each in own])
+        found += tuple([_divided(each, dims) for each in own])
+        interpreter.note_types(note, found, "a value is divided by", "reduce it on one path.")
+    return note.types[: len(axes)], note.types[len(axes) :]
+
+
+def _divided(found: AxisType, dims: Sequence[int], dim: int = 0) -> AxisType:
+    return S(dims.index(dim)) if found.kind in "VS" and dim in dims else K
 
 
 def _tensor(name: str, x: object) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 from torch import Tensor
 
 from shardmap_torch.checker.interpreter import messages, proposals
-from shardmap_torch.checker.interpreter.interpreter import Interpreter, current_interpreter
+from shardmap_torch.checker.interpreter.interpreter import Interpreter, Setting, current_interpreter
 from shardmap_torch.checker.ir.observer import REGION
 from shardmap_torch.checker.ir.program import Equation, use_of
 from shardmap_torch.checker.rules.lattice import plain
@@ -111,13 +111,11 @@ def local_region(
         except ShardTypeError as error:
             proposals.at_region(interpreter, error, inputs)
             raise
-        interpreter.observer = observer.aside
         first = sequence_number()
         try:
-            out = f(*args, **kwargs)
-        finally:
-            interpreter.observer = observer
-            # The declaration covers the backward as well.
+            with Setting(interpreter, observer=observer.aside, is_apart=True):
+                out = f(*args, **kwargs)
+        finally:  # the declaration covers the backward as well
             interpreter.regions.append(range(first, sequence_number()))
         outputs, out_specs = _placed(name, out_types, out, "result")
         checked = set(interpreter.axes)

@@ -284,7 +284,7 @@ def _like(
                 "Fix: take it apart, as in value, grads = value_and_grad(loss)(params) and "
                 "grads, norm = clip_by_global_norm(grads, specs)."
             )
-    problems = [f"{name}: is missing" for name in names if name not in paths]
+    problems = [f"{name or 'the parameter'}: is missing" for name in names if name not in paths]
     problems += [f"{path}: is no parameter" for path in paths if path not in names]
     if not problems:
         problems = [

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -36,10 +36,14 @@ class Known:
     Attributes:
         specs: those of the outputs, if they depend on these.
         cached: the specs of tensors in caches, by path.
+        sums: the axes that divide the dims of sums, by place, where rows are not the first dim.
+        sums_shards: whether sums of shards are those of the whole, and not each rank's own.
     """
 
     specs: Tree = None
     cached: Mapping[str, P] = field(default_factory=dict)
+    sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sums_shards: bool = False
 
 
 class UnknownError(Exception):
@@ -179,7 +183,7 @@ class Inputs:
 
 
 class Outputs:
-    """Specs and casts of the outputs of a parallelized module."""
+    """Specs and casts of the outputs of a parallelized module on a `mesh`."""
 
     def __init__(
         self, mesh: Mesh, plan: Plan, out_specs: Tree, is_carried: bool, is_part: bool
@@ -188,7 +192,7 @@ class Outputs:
 
         A plan that the module carries leaves some results sharded, as attentions by their heads.
         """
-        self._mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
+        self.mesh, self._axis, self._out_specs = mesh, plan.axis, out_specs
         is_open = out_specs is None and plan.root is None and plan.axis in mesh.axis_names
         self._finds = is_open and (is_carried or plan.leaves_shards)
         self._refuses, self._is_part = is_open and not self._finds, is_part
@@ -222,11 +226,11 @@ class Outputs:
             path: self._data.of_result(x, spec_of_cached(x, self._axis) if self._axis else P())
             for path, x in cached.items()
         }
-        if (now := Known(specs, found)) != known:
+        if (now := replace(known, specs=specs, cached=found)) != known:
             raise UnknownError(now)
 
     def _reject_sharded(self, out: Tree, left: str) -> None:
-        tensors = [x for x in flatten(out)[0] if isinstance(x, Tensor)]
+        tensors = [x for x in flatten(out)[0] if isinstance(x, Tensor) and x.ndim]
         if any(V in (types_of(x, (self._axis,)) or ()) for x in tensors):
             raise SpecError(
                 f"parallelize: the result differs over {self._axis!r}: {left} leaves its output "
@@ -274,7 +278,7 @@ class Outputs:
         # loss stays plain, unless the root's style wants DTensors.
         is_plain = self._is_local or not self._layouts
         is_whole = self._is_part or (is_plain and bool(self._finds or self._data.axes))
-        if self._mesh.kind not in PROCESS_KINDS or self._out_specs is not None or is_whole:
+        if self.mesh.kind not in PROCESS_KINDS or self._out_specs is not None or is_whole:
             return out
         return map_leaves(self._to_local if self._is_local else self._to_dtensor, out)
 
@@ -288,8 +292,8 @@ class Outputs:
     def _to_dtensor(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
             return leaf
-        placements = [Replicate()] * len(self._mesh.axis_names)
-        return DTensor.from_local(leaf, self._mesh.device_mesh, placements, run_check=False)
+        placements = [Replicate()] * len(self.mesh.axis_names)
+        return DTensor.from_local(leaf, self.mesh.device_mesh, placements, run_check=False)
 
 
 def _is_tensor(value: Any) -> bool:

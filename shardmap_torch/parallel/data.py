@@ -45,21 +45,14 @@ class Data:
     def of_result(self, x: object, spec: P) -> P:
         """Returns the spec of a result in a body, which has rows if it differs over the axes.
 
-        Raises:
-            SpecError: it is a number that differs.
+        A number has none: it is refused if it differs, with the line that has made it.
         """
-        if not isinstance(x, Tensor) or not self.axes or V not in (types_of(x, self.axes) or ()):
+        types = types_of(x, self.axes) if isinstance(x, Tensor) and self.axes else None
+        if not isinstance(x, Tensor) or not x.ndim or V not in (types or ()):
             return spec
-        if x.ndim:  # where it is known, the dim that the rows have become, as in states of an RNN
-            found = [dim for axis in self.axes if (dim := typeof(x)[axis].dim) is not None]
-            return self.rows(spec, x.ndim, *found[:1])
-        axes = ", ".join(map(repr, self.axes))
-        raise SpecError(
-            f"parallelize: a result is a number that differs over {axes}: it is computed of each "
-            "rank's own rows, and which number is that of the batch is not known.\n"
-            "Fix: compute it by a loss of torch.nn.functional, whose sum or mean is that of the "
-            "batch; or outside, of the results that have rows."
-        )
+        # Where it is known, the dim that the rows have become, as in states of an RNN.
+        found = [dim for axis in self.axes if (dim := typeof(x)[axis].dim) is not None]
+        return self.rows(spec, x.ndim, *found[:1])
 
     def shard(
         self,

@@ -7,30 +7,62 @@ added up over the ranks.
 """
 
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import compress
+from types import FrameType
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardmap_torch.checker.queries import dims_over
 from shardmap_torch.core.function_modes import FunctionMode
+from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.losses import count_of, options_of
+from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.nn import batch_norm
 from shardmap_torch.ops import all_reduce, convert
 from shardmap_torch.ops.body import types_of
-from shardmap_torch.types import I, R, V
+from shardmap_torch.parallel.crossing import Known, UnknownError
+from shardmap_torch.types import I, K, R, V
 
 
 class WholeBatch(FunctionMode):
     """Makes sums and means of losses of each rank's rows, and batch norms, those of the batch."""
 
-    def __init__(self, axes: Sequence[str]) -> None:
-        """Takes the axes over which ranks have other rows."""
+    def __init__(self, rows: Sequence[str], others: Sequence[str], known: Known) -> None:
+        """Takes the axes that divide rows, those that divide other dims, and what is known."""
         super().__init__()
-        self._axes = axes
+        self._rows, self._axes, self._known, self._has_whole = rows, (*rows, *others), known, False
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function; a loss of rows, and then sums over the ranks."""
+        """Runs a function; a loss or a sum of rows, and then sums over the ranks."""
+        frame: Any = sys._getframe(2)
+        while frame.f_code.co_name in ("call", "__torch_function__"):  # other modes of this package
+            frame = frame.f_back
+        if frame.f_globals.get("__name__", "").startswith("shardmap_torch."):
+            return func(*args, **kwargs)  # layers and backends sum over ranks by themselves
+        is_whole = self._has_whole and any(map(_is_whole, flatten((args, kwargs))[0]))
+        if is_whole:
+            args, kwargs = self._alike(func, args, kwargs)
+        op = _REDUCTIONS.get(func) if self._known.sums_shards else None
+        axes = () if op is None else self._reduced(frame, *args, **kwargs)
+        made = self._call(func, args, kwargs) if op is None else func(*args, **kwargs)
+        if axes:
+            made = self._note_whole(all_reduce(made, axes, dst=I, op=op or "sum"))
+        return self._note_whole(made) if is_whole else made
+
+    def _note_whole(self, made: Any) -> Any:
+        """Notes results as those of the batch, which other operands are cast to meet."""
+        for each in flatten(made)[0]:
+            if is_smooth(each):
+                self._has_whole = each._shardmap_whole = True
+        return made
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is functional.batch_norm:
             return self._batch_norm(**_BATCH_NORM.bind(*args, **kwargs).arguments)
         options = options_of(func, args, kwargs)
@@ -40,17 +72,60 @@ class WholeBatch(FunctionMode):
         axes = self._over(operands)
         if not axes or options["reduction"] not in ("sum", "mean", "batchmean"):
             return func(*args, **kwargs)
-        if options["reduction"] == "sum":
-            return all_reduce(func(**options), axes, dst=I)
-        count = count_of(func, options)
-        if count is None:
-            return all_reduce(func(**options), axes, dst=I, op="mean")
-        total = func(**{**options, "reduction": "sum"})
-        return all_reduce(total, axes, dst=I) / all_reduce(count, axes, dst=I)
+        return self._note_whole(_of_batch(func, options, axes))
+
+    def _reduced(
+        self, frame: FrameType, input: Tensor, dim: Any = None, *_: Any, **others: Any
+    ) -> tuple[str, ...]:
+        """Returns the axes that divide the dims of a sum.
+
+        Raises:
+            UnknownError: what records the program of one device, and knows no shards, took others.
+        """
+        given, (found, guess) = others.get("axis", dim), dims_over(input, self._axes)
+        dims = range(input.ndim) if given in (None, (), []) else flatten(given)[0]
+        within = {each % max(input.ndim, 1) for each in dims}
+        own, first = (
+            tuple(compress(self._axes, [each.dim in within for each in types]))
+            for types in (found, guess)
+        )
+        if own == first and not self._known.sums:
+            return own
+        at = f"{frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_lasti}"
+        if V in found:
+            return self._known.sums.get(at, first)
+        if own != first and at not in self._known.sums:
+            raise UnknownError(replace(self._known, sums={**self._known.sums, at: own}))
+        return own
+
+    def _alike(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Casts operands where a number of the batch meets rows, or what is computed without them.
+
+        Beside rows each rank uses it in its own way. A penalty of parameters, of which each rank
+        has all, is one computation repeated as the loss is to which it is added.
+        """
+        name = getattr(func, "__name__", "")
+        leaves, structure = flatten((args, kwargs))
+        smooth = [at for at, x in enumerate(leaves) if is_smooth(x)]
+        if len(smooth) < 2 or name in _NO_OPERATIONS:
+            return args, kwargs
+        kept = smooth[:1] if name in _WRITES or (name[-1:] == "_" and name[-2:] != "__") else []
+        for axis in self._axes:
+            types = {at: (types_of(leaves[at], (axis,)) or (K,))[0] for at in smooth}
+            met = {*types.values()}
+            one = I in met and not any(types[at] in (R, K) for at in kept) and V not in met
+            # Over rows parameters become R, as ranks use them differently; over others mostly I.
+            same = (R, K) if axis in self._rows else (R,)
+            src, dst = (same, (R, I)) if one else ((I,), (I, R))
+            for at in smooth:
+                if at not in kept and types[at] in src:
+                    leaves[at] = convert(leaves[at], axis, src=dst[0], dst=dst[1])
+        found: tuple[Any, Any] = unflatten(structure, leaves)
+        return found
 
     def _over(self, operands: Sequence[Tensor]) -> tuple[str, ...]:
         """Returns the axes over which some of the operands are rows."""
-        return tuple(axis for axis in self._axes if any(_differs(x, axis) for x in operands))
+        return tuple(axis for axis in self._rows if any(_differs(x, axis) for x in operands))
 
     def _batch_norm(
         self,
@@ -83,6 +158,33 @@ class WholeBatchNorm(nn.SyncBatchNorm):
     """A SyncBatchNorm that leaves the statistics of all rows to `WholeBatch`."""
 
     forward = nn.BatchNorm2d.forward
+
+
+_REDUCTIONS: Final[Mapping[Any, Any]] = {
+    **{torch.sum: "sum", Tensor.sum: "sum", torch.nansum: "sum", Tensor.nansum: "sum"},
+    **{torch.mean: "mean", Tensor.mean: "mean"},
+}
+"""Sums and means, and how those of the ranks' rows are made one."""
+
+_WRITES: Final = frozenset(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"))
+"""Functions that write into their first operand, which is not cast."""
+
+_NO_OPERATIONS: Final = frozenset(("grad", "backward", "__set__"))
+
+
+def _of_batch(func: Any, options: Mapping[str, Any], axes: tuple[str, ...]) -> Any:
+    """Returns a loss of the rows of all ranks."""
+    if options["reduction"] == "sum":
+        return all_reduce(func(**options), axes, dst=I)
+    count = count_of(func, options)
+    if count is None:
+        return all_reduce(func(**options), axes, dst=I, op="mean")
+    total = func(**{**options, "reduction": "sum"})
+    return all_reduce(total, axes, dst=I) / all_reduce(count, axes, dst=I)
+
+
+def _is_whole(x: Any) -> bool:
+    return hasattr(x, "_shardmap_whole")
 
 
 _BATCH_NORM: Final = inspect.signature(functional.batch_norm)

@@ -2,11 +2,13 @@
 
 import gc
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
+from dataclasses import replace
 from dis import opmap
 from functools import cached_property, partial
 from types import MethodType, TracebackType
@@ -24,7 +26,7 @@ from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.source_location import call_site, error_site, users_part, warned_at
 from shardmap_torch.core.torch_private.engine import leave_uncompiled
 from shardmap_torch.core.tree import Tree, flatten, map_leaves
-from shardmap_torch.errors import ShardTypeError, SpecError, show, show_shape
+from shardmap_torch.errors import CollectiveError, ShardTypeError, SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.mixing.results import guarded
 from shardmap_torch.parallel.buffers import copied, write_buffers, written_into
@@ -460,14 +462,35 @@ class _ParallelCall:
         spec_leaves, structure = flatten(specs)
         flags = (each for each in inputs[1].items() if type(each[1]) is bool)
         key = (structure, *spec_leaves, *flags)  # flags as output_attentions decide on results
+        settle = partial(self._settled, lambda mapped: use(mapped, values), key, specs)
+        if self._check != "global":
+            return settle(known)
+        # Sums of shards are those of the whole, or each rank's own, which the forward sums by hand.
+        # Without data axes that is tried first: a mode that sees all functions takes time.
+        ways = [known, replace(known, sums_shards=True)]
+        first, second = reversed(ways) if self.plan.data.axes else ways
+        try:
+            return settle(first)
+        except (ShardTypeError, CollectiveError, SpecError) as error:
+            self._mapped.pop(key, None)
+            with suppress(ShardTypeError, CollectiveError, SpecError):
+                return settle(second)
+            self._mapped.pop(key, None)
+            error.args = (_in_module(f"{error}"),)
+            raise error
+
+    def _settled(
+        self, use: Callable[[Any], Any], key: Any, specs: tuple[Any, ...], known: Known
+    ) -> Any:
+        """Uses the mapped function of a call, once all is known that it depends on."""
         mapped = self._mapped.get(key) or self._map(key, specs, known)
         for _ in range(_RUNS - 1):
             try:
-                return use(mapped, values)
+                return use(mapped)
             except UnknownError as error:
                 self._cached |= error.known.cached
                 mapped = self._map(key, specs, error.known)
-        return use(mapped, values)
+        return use(mapped)
 
     def _map(self, key: Any, specs: tuple[Any, ...], known: Known) -> Callable[..., Any]:
         _reject_units(self._module)
@@ -495,8 +518,27 @@ leave_uncompiled(
 _OF_DATA: Final = ("depends on data", "taken from a tensor, and may depend on its value")
 """Words of errors about sizes and numbers that depend on values."""
 
-_RUNS: Final = 3
-"""After one of them it is known which outputs have rows, and after two in which dim."""
+_RUNS: Final = 8
+"""After one of them it is known which outputs have rows, after two in which dim, and after others
+which sums are over rows that are not their first dim."""
+
+
+_IN_MODULES: Final[Mapping[str, str]] = {
+    r"multiply sizes by axis_size\(axis\)\.": "sizes in a forward are those of this rank's rows or "
+    "shards, so write .mean(), which is that of all, in place of .sum() / size.",
+    r", each after its all_reduce": ", which are those of all ranks",
+    r"reduce or gather it over ('\w+'), or name '\w+' in the spec\.": r"sums, means and torch's "
+    r"losses are those of all ranks; reduce another number over \1 by all_reduce, or return rows.",
+    r"(\nTried, [^\n]*\b(?:all_\w+|reduce_scatter|convert|shift)\([^\n]*(?:\n.*one device, by "
+    r"numbers)?)": r"\1\n  it needs a mesh: without one the module no longer runs",
+}
+"""Advice for functions of `shard_map`, by patterns, and what a module says in place of it."""
+
+
+def _in_module(text: str) -> str:
+    for pattern, advice in _IN_MODULES.items():
+        text = re.sub(pattern, advice, text)
+    return text
 
 
 def _call(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
@@ -531,7 +573,9 @@ def _body(
     caches = closed(frames, tensors, counts)
     own(caches)
     args, kwargs = put_back((args, kwargs), caches)
-    whole = WholeBatch(plan.data.axes) if plan.data.axes else nullcontext()
+    others = [plan.axis] if known.sums_shards and plan.axis in outputs.mesh.axis_names else []
+    rows = plan.data.axes
+    whole = WholeBatch(rows, others, known) if (*rows, *others) else nullcontext()
     with within_body(), whole:
         out = take_out(bound.root.forward(*args, **kwargs), caches)
     bound.check_unwritten()

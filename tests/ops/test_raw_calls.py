@@ -14,6 +14,7 @@ from torch import Tensor
 from shardmap_torch import CollectiveError, Mesh, P, axis_group, full, make_mesh, shard_map
 from shardmap_torch.errors import ShardTypeError
 from tests.programs.support.everywhere import KINDS, run_on, same
+from tests.support.golden import unplaced
 from tests.support.pool import Gloo
 
 # torch 2.13 renames some of them.
@@ -197,4 +198,4 @@ def test_messages_that_do_not_meet_are_refused() -> None:
     for body, text in texts.items():
         with pytest.raises(CollectiveError) as caught:
             shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(X)
-        assert str(caught.value) == text
+        assert text in (str(caught.value), unplaced(caught.value))

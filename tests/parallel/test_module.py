@@ -226,20 +226,34 @@ def test_a_result_that_is_not_what_the_root_says_is_an_error() -> None:
     assert "gather it, by output_layouts=Replicate() in the style of '2'" in text
 
 
+class Norm(nn.Module):
+    """Divides hidden values by a number of all of them."""
+
+    def __init__(self, by: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.by = nn.Linear(8, 8).double(), nn.Linear(8, 8).double(), by
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        y: Tensor = self.down(h / self.by(h))
+        return y
+
+
+def test_a_mean_over_shards_is_that_of_one_device() -> None:
+    one = Norm(lambda h: h.square().mean(-1, keepdim=True).sqrt())
+    ours = parallelize(copy.deepcopy(one), mesh(), {"up": "colwise", "down": "rowwise"})
+    for module in (one, ours):
+        module(X).square().sum().backward()
+    torch.testing.assert_close(ours(X), one(X))
+    for found, expected in zip(ours.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
 def test_shapes_that_only_agree_locally_are_an_error() -> None:
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.up(x)
-            y: Tensor = self.down(h / h.square().mean(-1, keepdim=True).sqrt())
-            return y
-
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    assert "check='global'" in error_of(ShardTypeError, Norm(), plan, X)
-    parallelize(Norm(), mesh(), plan, check="local")(X)  # each rank's own norm: it only types
+    by = lambda h: h.std(-1, keepdim=True)  # noqa: E731
+    assert "check='global'" in error_of(ShardTypeError, Norm(by), plan, X)
+    parallelize(Norm(by), mesh(), plan, check="local")(X)  # each rank's own norm: it only types
 
 
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [

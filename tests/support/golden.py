@@ -24,6 +24,11 @@ def without_lines(text: str) -> str:
     return re.sub(r"(\w+\.py):\d+", r"\1:LINE", text)
 
 
+def unplaced(error: BaseException) -> str:
+    """The text without the line in which the body calls what it is about."""
+    return re.sub(r"\n  at \S+:\d+: .*", "", f"{error}", count=1)
+
+
 def hold(file: str, name: str, text: str) -> None:
     """Compares a text with the one that is kept under `name`, or keeps it."""
     path, text = FOLDER / file, without_lines(text)

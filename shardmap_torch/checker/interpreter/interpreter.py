@@ -146,6 +146,7 @@ class TypeStore:
         self.own: dict[Node, ExitStack] = {}
         self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
         self.regions: list[range] = []
+        self.is_apart = False  # in the code of a region
         self._num_tasks = 0
 
     def forget_nodes(self) -> None:

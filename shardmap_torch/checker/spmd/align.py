@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from shardmap_torch.checker.ir.paths import SymbolicNumber
 from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.recorder import Event, Recorder, Ref
 from shardmap_torch.core.torch_private.engine import OpOverload
@@ -109,6 +110,8 @@ def equal(value: Any, other: Any) -> bool:
         >>> equal([1, None], (1, None)), equal(1, 1.0), equal(float("nan"), float("nan"))
         (True, False, True)
     """
+    if type(value) is SymbolicNumber:  # to compare two of them would be a branch of the body
+        return type(other) is SymbolicNumber and value.text == other.text
     if isinstance(value, list | tuple):
         return (
             isinstance(other, list | tuple)

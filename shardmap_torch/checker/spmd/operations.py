@@ -40,6 +40,7 @@ from shardmap_torch.checker.spmd.ops.reductions import carried
 from shardmap_torch.checker.spmd.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Key, Ref
 from shardmap_torch.checker.spmd.sharded import (
+    MICROBATCHES,
     PairedCall,
     Sharded,
     Step,
@@ -89,8 +90,7 @@ class Operations:
             raise UnrelatedError(
                 f"it gives {len(call.results)} tensors on a rank and {len(event.results)} on one "
                 "device",
-                "do with all of a sharded dim at once what is done with each entry, as "
-                "torch.func.vmap does, or gather it first, with all_gather.",
+                MICROBATCHES,
             )
         positions = self._positions.lay_out(call)
         # A run does not look at what backwards call.

@@ -443,11 +443,12 @@ class OneDevice:
         if isinstance(self.failure, ShardTypeError):
             raise self.failure
         if self.failure is not None:
+            at, text = f"  at {error_site(self.failure)}", f"{self.failure}"
             raise ShardTypeError(
                 f"{name}: check='global': on one device the body fails: "
-                f"{type(self.failure).__name__}: {self.failure}\n"
-                f"  at {error_site(self.failure)}\n"
-                f"Fix: {_SOURCE if 'source=' in f'{self.failure}' else _LOCAL}"
+                f"{type(self.failure).__name__}: {text}\n"
+                + f"{at}\n" * (at not in text)
+                + f"Fix: {_SOURCE if 'source=' in text else _LOCAL}"
             ) from self.failure
         for mine, other in zip_longest(branches, self.branches, fillvalue="no branch"):
             if mine != other:

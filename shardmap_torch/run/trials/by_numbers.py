@@ -124,7 +124,8 @@ def _refuted(
 ) -> bool:
     """Adds to an error about a step what numbers refute; returns whether it says more than they."""
     rejection_of(error).refuted = refuted
-    if "times as much" in refuted:
+    is_elsewhere = any(advice in f"{error}" for advice in (MICROBATCHES, PER_RANK))
+    if is_elsewhere or "times as much" in refuted:
         propose(error, other_ops(typed.traits.reductions, ["sum", "mean"]), first=True)
     sent = {axis for e in sending if e.collective for axis in e.collective.axes}
     plain = [axis for axis in others if axis not in sent]
@@ -132,7 +133,7 @@ def _refuted(
         _note(error, f"Over {axis!r} alone: {_reason(others[axis])}")
     if plain or not sending:  # the step that is another one says more
         # But for one that a right program may have as well.
-        if any(advice in f"{error}" for advice in (MICROBATCHES, PER_RANK)):
+        if is_elsewhere:
             error.args = (f"{error}".replace(f"\nFix: {PER_RANK}", ""),)
             _note(error, _ELSEWHERE_WRONG.format(over, refuted))
         return True

@@ -284,6 +284,27 @@ def test_numbers_taken_from_tensors() -> None:
     assert "  on one device: #1 > 8 is True at test_equivalence.py:" in text
 
 
+def total(x: Tensor) -> Any:
+    return all_reduce(x.sum(), "dp", dst=I).item()
+
+
+def test_a_number_may_be_returned_that_is_that_of_one_device() -> None:
+    def found(body: Callable[..., Any]) -> Any:
+        return shard_map(body, mesh=RANKS, in_specs=P("dp"), out_specs=None, check="global")(X)
+
+    assert found(total) == pytest.approx(X.sum().item())
+    assert found(lambda x: {"mean": total(x) / 8, "two": (total(x), 1 - total(x))}) == {
+        "mean": pytest.approx(X.sum().item() / 8),
+        "two": (pytest.approx(X.sum().item()), pytest.approx(1 - X.sum().item())),
+    }
+    with pytest.raises(ShardTypeError, match=r"out is <\(#1 / 4\)> on a rank and <\(#1 / 8\)> on"):
+        found(lambda x: total(x) / x.shape[0])
+    with pytest.raises(ShardTypeError, match="a Python value by item is not what it is on one"):
+        found(lambda x: all_reduce(x.mean(), "dp", dst=I).item())
+    with pytest.raises(ShardTypeError, match="where the program on one device has ended"):
+        found(lambda x: total(x) if x.shape[0] < 8 else x.ndim // x.ndim)
+
+
 # --------------------------------------------------------------------------------- examples
 
 
