@@ -1,13 +1,14 @@
-"""Ambient state of bodies: the scopes of this thread; see `collectives.scope`.
+"""Ambient state of bodies: the scopes of this thread, see `collectives.scope`, and what they print.
 
 It stands here because meshes, which know no collectives, ask it for the rank of a body.
 """
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, TextIO, cast
 
 
 class _Scopes(threading.local):
@@ -28,6 +29,57 @@ def silently() -> Iterator[None]:
         yield
     finally:
         SILENT.reset(token)
+
+
+_PRINTED: Final[ContextVar[bool | None]] = ContextVar("printed", default=None)
+"""Whether a body has printed in a check, which runs it several times; None outside of one."""
+
+
+class _Once:
+    """A stream that drops what one thread writes, if that has been printed before."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+        self._is_silent, self._has_printed = SILENT.get() or _PRINTED.get(), False
+
+    def write(self, text: str) -> int:
+        """Writes what other threads do, and this one for the first time."""
+        if threading.get_ident() == self._thread:
+            self._has_printed = True
+            if self._is_silent:
+                return len(text)
+        return int(self._stream.write(text))
+
+    def end(self) -> None:
+        """Lets this thread write, where another still has this stream."""
+        self._thread = 0
+        if self._has_printed and not SILENT.get() and _PRINTED.get() is not None:
+            _PRINTED.set(True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def printing_once() -> Iterator[None]:
+    """Runs bodies by `printing_first`, of which the first that prints does so."""
+    token = _PRINTED.set(False)
+    try:
+        yield
+    finally:
+        _PRINTED.reset(token)
+
+
+@contextmanager
+def printing_first() -> Iterator[None]:
+    """Runs a body without data, which prints only if none has before."""
+    stream, once = sys.stdout, _Once(sys.stdout)
+    sys.stdout = cast(TextIO, once)
+    try:
+        yield
+    finally:
+        sys.stdout = stream
+        once.end()
 
 
 SCOPES: Final = _Scopes()

@@ -35,6 +35,7 @@ from shardmap_torch.checker.verify.verdict import verify as verify_steps
 from shardmap_torch.control.control import Control
 from shardmap_torch.control.start import current
 from shardmap_torch.core import autograd_state
+from shardmap_torch.core.ambient import printing_once
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import can_receive_gradient, is_batched, is_smooth
 from shardmap_torch.core.progress import telling
@@ -330,7 +331,8 @@ class Checked:
         # torch's checkpoint, around the call, would keep or recompute what the check computes, and
         # the cache of autocast has casts without data of what the body refers to.
         torch.clear_autocast_cache()
-        with autograd_state.set_aside(), postponing_full_collections(), postponing_imports():
+        aside, once = autograd_state.set_aside(), printing_once()
+        with aside, postponing_full_collections(), postponing_imports(), once:
             with undoing(call, states, is_simulated(call.mesh)) as (undone_call, undone):
                 with telling("checking", self._name), _taking_apart(states):
                     verdict = check(undone_call)

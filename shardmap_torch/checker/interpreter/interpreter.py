@@ -67,7 +67,8 @@ def used_after_check(does: str) -> ShardTypeError:
     return ShardTypeError(
         f"{does} a tensor that has no data: it was kept when the body was checked, as in a cache "
         "that is filled in it.\n"
-        "Fix: compute it in each call, or before the first one where ranks need not differ in it."
+        "Fix: compute it in each call, without functools.cache or what else keeps it; only where "
+        "all ranks have the same, before the first call."
     )
 
 

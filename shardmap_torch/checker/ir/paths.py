@@ -396,7 +396,8 @@ class UnknownNumber:
         raise ShardTypeError(
             f"A number of an interpreted body is used after its check has ended, at {call_site()}: "
             "it was kept, as in a cache that the body fills.\n"
-            "Fix: compute it in each call; the rank, for one, by axis_index(axis)."
+            "Fix: compute it in each call, without functools.cache or what else keeps it; the "
+            "rank, for one, by axis_index(axis)."
         )
 
     def combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:

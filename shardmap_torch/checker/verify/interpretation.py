@@ -39,6 +39,7 @@ from shardmap_torch.collectives.operations import (
 )
 from shardmap_torch.collectives.protocol import Casts, Edge
 from shardmap_torch.collectives.scope import Scope, backward_in
+from shardmap_torch.core.ambient import printing_first
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError
@@ -312,7 +313,8 @@ class Interpretation:
         """Runs the body, and records what runs of it have to do too."""
         monitor = CheckMonitor(self.interpreter, self._request.start, self.inner)
         call = replace(self._request.call, follow=lambda: monitor)
-        result = run_body(call, self.backend, list(inputs.values()))
+        with printing_first():
+            result = run_body(call, self.backend, list(inputs.values()))
         require_received(self.backend)
         reject_returned(result.leaves)
         self._branches.require()

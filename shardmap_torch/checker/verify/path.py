@@ -29,6 +29,7 @@ from shardmap_torch.checker.ir.sizes import EXACT
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
+from shardmap_torch.checker.spmd.ops.advice import SENT
 from shardmap_torch.checker.verify.interpretation import Interpretation
 from shardmap_torch.checker.verify.outputs import (
     Exits,
@@ -44,6 +45,7 @@ from shardmap_torch.checker.verify.request import (
     local_shape,
     seeded_as,
 )
+from shardmap_torch.core.ambient import silently
 from shardmap_torch.core.closures import name_in
 from shardmap_torch.core.source_location import Site, error_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
@@ -448,7 +450,7 @@ class OneDevice:
                 f"{name}: check='global': on one device the body fails: "
                 f"{type(self.failure).__name__}: {text}\n"
                 + f"{at}\n" * (at not in text)
-                + f"Fix: {_SOURCE if 'source=' in text else _LOCAL}"
+                + f"Fix: {SENT if 'source=' in text else _LOCAL}"
             ) from self.failure
         for mine, other in zip_longest(branches, self.branches, fillvalue="no branch"):
             if mine != other:
@@ -468,10 +470,6 @@ class OneDevice:
 _LOCAL: Final = (
     "write sizes that are right on one device too: -1, x.shape[...], or a size divided by "
     "axis_size(axis)."
-)
-_SOURCE: Final = (
-    "take source=0: one device is the first rank, and has no other. For rows of another rank's "
-    "part, index what all_gather(x, axis, dim=0, dst=R) gives."
 )
 
 _SIZES: Final = "Fix: multiply sizes by axis_size(axis)."
@@ -521,7 +519,8 @@ def _record(
     alone = Request(call, request.repair, "local", request.sizes, casts=request.casts)
     made = Interpretation(alone, branches)
     try:
-        _record_forward(alone, made, observer)
+        with silently():  # it would print the sizes of one device
+            _record_forward(alone, made, observer)
     except Exception as error:  # the user's code may raise anything
         return made.interpreter, error
     return made.interpreter, None

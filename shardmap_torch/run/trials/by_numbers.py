@@ -25,7 +25,7 @@ from shardmap_torch.checker.interpreter.proposals import other_ops
 from shardmap_torch.checker.ir.program import Equation
 from shardmap_torch.checker.ir.repairs import NONE, Repair, propose, rejection_of
 from shardmap_torch.checker.rules.infer import is_real
-from shardmap_torch.checker.spmd.ops.advice import PER_RANK
+from shardmap_torch.checker.spmd.ops.advice import PER_RANK, SENT
 from shardmap_torch.checker.spmd.sharded import MICROBATCHES
 from shardmap_torch.checker.verify.repairing import with_specs
 from shardmap_torch.checker.verify.request import Strictness
@@ -100,7 +100,9 @@ def by_numbers(
         told = _refuted(error, f"{refuted}", typed, over, others, sending)
         if told:
             return None
-        raise _refuting(_REFUTED, call, over, refuted, lines) from None
+        only = {e.name.partition("(")[0] for e in sending}
+        text = _REFUTED + (SENT if only == {"broadcast"} else _BLOCKS)
+        raise _refuting(text, call, over, refuted, lines) from None
     except _UncheckedError:  # which is what the error is about
         return None
     except UntriedError as untried:
@@ -240,8 +242,11 @@ _BROKEN: Final = (
 
 _REFUTED: Final = (
     "{}: check='global': tried with numbers over {}, it is another program than on one device: {}."
-    "\nOne device has no step for:\n{}\nFix: where an axis has one rank, the body must compute the "
-    "same: compare which block each rank has after each step, and what it does with it."
+    "\nOne device has no step for:\n{}\nFix: "
+)
+_BLOCKS: Final = (
+    "where an axis has one rank, the body must compute the same: compare which block each rank has "
+    "after each step, and what it does with it."
 )
 
 

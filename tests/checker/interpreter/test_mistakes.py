@@ -4,6 +4,7 @@ The repair that a text proposes has been tried: the program is accepted with it,
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shardmap_torch import (
     P,
     R,
     ShardTypeError,
+    all_gather,
     all_reduce,
     axis_size,
     broadcast,
@@ -122,6 +124,15 @@ def takes_the_rows_of_rank_1(w: Params, x: Tensor, y: Tensor) -> Any:
     return forward(w, x - broadcast(x[:1], "dp", 1, dst=R))
 
 
+def takes_the_rows_of_rank_0(w: Params, x: Tensor, y: Tensor) -> Any:
+    return forward(w, x - broadcast(x, "dp", 0, dst=R))
+
+
+def takes_rows_by_their_global_numbers(w: Params, x: Tensor, y: Tensor) -> Any:
+    """Mends `takes_the_rows_of_rank_1` as its error says."""
+    return forward(w, x - all_gather(x, "dp", dim=0, dst=R)[2:3])
+
+
 def crops_by_torch_s_generator(w: Params, x: Tensor, y: Tensor) -> Any:
     at = int(torch.randint(0, 3, ()))
     return forward(w, x.roll(at, 0))
@@ -172,6 +183,7 @@ MISTAKES: dict[Body, Any] = {
     averages_a_mean_again: P(),
     averages_summed_gradients: SPECS,
     takes_the_rows_of_rank_1: P("dp"),
+    takes_the_rows_of_rank_0: P("dp"),
     crops_by_torch_s_generator: P("dp"),
     logs_a_loss: P(),
     normalizes_by_means_of_parts: P("dp"),
@@ -192,6 +204,15 @@ def test_a_mistake_is_told_by_its_cause(body: Body) -> None:
     with pytest.raises(ShardTypeError) as error:
         mapped(W, X, X)
     hold("mistakes.txt", body.__name__, str(error.value))
+
+
+def test_rows_of_a_rank_are_rows_of_what_all_gather_gives() -> None:
+    x = torch.randn(8, 8)
+    mapped = partial(shard_map, in_specs=(SPECS, P("dp"), P("dp")), out_specs=P("dp"))
+    mended = mapped(takes_rows_by_their_global_numbers, mesh=MESH, check="global")
+    one = make_mesh((1, 1), ("dp", "tp"), kind="simulated")
+    alone = mapped(takes_rows_by_their_global_numbers, mesh=one)
+    torch.testing.assert_close(mended(W, x, x), alone(W, x, x))
 
 
 def test_a_wrong_spec_that_torch_s_shapes_refuse_has_the_right_one_in_a_note() -> None:

@@ -139,6 +139,21 @@ def test_a_shard_that_is_printed_has_a_line_in_the_check_and_the_numbers_of_each
     assert sorted(printed[1:]) == numbers
 
 
+@pytest.mark.parametrize("check", [True, "global"])
+def test_a_check_prints_once_and_a_run_for_each_rank(
+    capsys: pytest.CaptureFixture[str], check: Any
+) -> None:
+    def body(x: Tensor) -> Tensor:
+        print("here", x[0, 0])
+        return x
+
+    f = shard_map(body, mesh=AUTO, in_specs=P("tp"), out_specs=P("tp"), check=check)
+    f(X.detach())
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "here <float64[], checked; debug_print shows numbers>"
+    assert sorted(others) == sorted(f"here {x!r}" for x in X.detach()[:: len(X) // 4, 0])
+
+
 def test_values_of_literals_are_known_and_make_no_branch() -> None:
     def body(x: Tensor) -> Tensor:
         return x if torch.tensor(2.0).item() > 1 and torch.equal(torch.ones(1), x[:1]) else 2 * x
@@ -366,7 +381,8 @@ def test_a_number_that_the_body_keeps_means_nothing_after_the_check() -> None:
     assert head == "A number of an interpreted body is used after its check has ended,"
     assert fix.partition(": it")[2] == (
         " was kept, as in a cache that the body fills.\n"
-        "Fix: compute it in each call; the rank, for one, by axis_index(axis)."
+        "Fix: compute it in each call, without functools.cache or what else keeps it; the rank, "
+        "for one, by axis_index(axis)."
     )
 
 

@@ -88,7 +88,7 @@ def applied(repair: Repair) -> Iterator[None]:
     with ExitStack() as stack:
         own = (*source_location._OWN, __file__)  # the user's lines are those of the programs
         stack.enter_context(mock.patch.object(source_location, "_OWN", own))
-        stack.enter_context(mock.patch.object(source_location, "_USERS", {}))
+        stack.enter_context(mock.patch.object(source_location, "_USERS", source_location._Users()))
         stack.enter_context(_replaced(issue, repaired_issue))
         stack.enter_context(mock.patch.object(Scope, "reduction", repaired_reduction))
         stack.enter_context(mock.patch.object(torch.autograd, "grad", repaired_grad))

@@ -27,6 +27,13 @@ NUMBER: Final = (
 )
 """Advice where an argument, or a factor, is another number on one device."""
 
+SENT: Final = (
+    "one device has one rank, and its value is another than that of a rank of several. Rows of one "
+    "rank's part are rows of all_gather(x, axis, dim=0, dst=R), by their global numbers, as [4:5]; "
+    "what is no row, as a seed or a threshold, is an argument with P(), equal on all ranks."
+)
+"""Advice where one rank's value is broadcast to the others."""
+
 PART: Final = (
     "take each rank's own part: name the axis in its spec, or write convert(x, axis, src=R, dst=V, "
     "dim=...)."
