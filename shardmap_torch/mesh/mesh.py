@@ -20,6 +20,26 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.errors import MeshError, show
 
 
+class Count(int):
+    """A number of ranks that a body asks its mesh for, while it runs for other ones.
+
+    The body loops and reshapes by the number. Tensors are multiplied and divided by the other one,
+    as by `axis_size`: so a mean that is divided once more is none on one device.
+    """
+
+    here: int
+
+    @staticmethod
+    def of(size: int, here: int) -> int:
+        """Returns the size of a mesh, of which the ranks that the body runs for are another one."""
+        count = Count(size)
+        count.here = here
+        return count
+
+    def __rtruediv__(self, other: float) -> float:
+        return other / self.here
+
+
 class Grid:
     """The layout of a mesh: its axes, and the place of each rank on them.
 
@@ -44,15 +64,24 @@ class Grid:
             4
         """
         # Made again: Dynamo traces a proxy of a dict that it has seen made, and of no other.
-        sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
+        sizes, own = dict(zip(self.axis_names, self.axis_sizes, strict=True)), self._of_body()
         if self.aliases:
             sizes.update(self._sizes)
+        if own is not None:
+            sizes = {axis: Count.of(size, own._sizes[axis]) for axis, size in sizes.items()}
         return MappingProxyType(sizes)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return prod(self.axis_sizes)
+        own, size = self._of_body(), prod(self.axis_sizes)
+        return size if own is None else Count.of(size, own.size)
+
+    def _of_body(self) -> "Grid | None":
+        """Returns the mesh that stands for this one in the body that runs, if another one does."""
+        scope = SCOPES.stack[-1] if SCOPES.stack else None
+        own: Any = None if scope is None else scope.backend.mesh
+        return None if own is None or own.full is None or own.full != self else own
 
     def num_ranks(self, axes: Sequence[str]) -> int:
         """Returns the number of ranks along several axes together."""

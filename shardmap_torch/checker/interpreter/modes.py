@@ -57,6 +57,7 @@ from shardmap_torch.core.torch_private.engine import (
     temporarily_clear_interpreter_stack,
 )
 from shardmap_torch.errors import ShardTypeError, TransformError
+from shardmap_torch.mesh.mesh import Count
 from shardmap_torch.ops.asking import ANSWERING
 
 _PLAINLY: Final = nullcontext()
@@ -107,8 +108,18 @@ _READ_ONLY: Final = {
 """Names what an operation writes, by what torch says where that is refused."""
 
 
+_SCALING: Final = ("div", "div_", "mul", "mul_", "true_divide", "divide", "multiply", "__rdiv__")
+"""Names of functions that scale a tensor by a number, as operators do."""
+
 _UNSEEN: Final = "its data is not allocated yet"
 """In torch's error of a function that reads numbers where a tensor of a check has none."""
+
+
+def _scaled_as_here(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Replaces numbers of ranks by which a function scales a tensor by those of this program."""
+    if getattr(func, "__name__", "") not in _SCALING:
+        return args
+    return [x.here if type(x) is Count else x for x in args]
 
 
 class _Functions(FunctionMode):
@@ -147,6 +158,7 @@ class _Functions(FunctionMode):
         5. The function runs, on fake tensors.
         6. Results that may share memory, have no gradient or are parts of a tensor are marked.
         """
+        args = _scaled_as_here(func, args)
         if func is custom_function_call:
             custom_functions.meet(self._interpreter, args[0], args)
             self._interpreter.needs_ranks(without_rule(args[0]))
