@@ -527,6 +527,7 @@ _IN_MODULES: Final[Mapping[str, str]] = {
     r"multiply sizes by axis_size\(axis\)\.": "sizes in a forward are those of this rank's rows or "
     "shards, so write .mean(), which is that of all, in place of .sum() / size.",
     r", each after its all_reduce": ", which are those of all ranks",
+    r"all_reduce\((.*?), axis, op='mean', dst=R\)": r"\1",  # means are those of all ranks
     r"reduce or gather it over ('\w+'), or name '\w+' in the spec\.": r"sums, means and torch's "
     r"losses are those of all ranks; reduce another number over \1 by all_reduce, or return rows.",
     r"(\nTried, [^\n]*\b(?:all_\w+|reduce_scatter|convert|shift)\([^\n]*(?:\n.*one device, by "

@@ -65,8 +65,9 @@ DECIDED: Final = (
 """Advice for a value that is each rank's own because each draws it."""
 
 STATISTICS: Final = (
-    "its statistics are those of a rank's part: gather the dim first, with all_gather, or compute "
-    "the norm from means that are all-reduced with op='mean' and dst=R."
+    "its statistics are those of a rank's part. Compute it from those of all: (x - m) / (v + "
+    "eps).sqrt() with m = all_reduce(x.mean(dim, keepdim=True), axis, op='mean', dst=R) and v = "
+    "all_reduce((x - m).square().mean(dim, keepdim=True), axis, op='mean', dst=R)."
 )
 """Advice where a norm has a part of the dims that it normalizes."""
 
