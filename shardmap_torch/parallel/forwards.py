@@ -14,9 +14,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn import functional
 
+from shardmap_torch.checker.queries import typeof
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.function_modes import FunctionMode
-from shardmap_torch.errors import ShardTypeError, SpecError
+from shardmap_torch.core.source_location import call_site
+from shardmap_torch.errors import CollectiveError, ShardTypeError, SpecError, show_shape
 from shardmap_torch.nn.embedding import own_embeddings
 from shardmap_torch.nn.region import PerRank, Types, region_types
 from shardmap_torch.ops import axis_index, axis_size, convert, redistribute, reinterpret
@@ -246,9 +248,45 @@ class _Forward:
                 f"{what} of {self.name}: the plan says {src!r}, but it is a {type(x).__name__}."
             )
         type_ = _type_along(self.axis, x)
+        if type_ not in _ACCEPTED[type(src).__name__]:
+            raise ShardTypeError(self._explain(what, src, type_, x))
         key = src, dst, type_, replicate, x.ndim, x.is_floating_point() or x.is_complex()
         step = _STEPS.get(key, lambda: _step(*key, self.axis, f"{what} of {self.name}"))
-        return step(x, self.axis, self.shared)
+        try:
+            return step(x, self.axis, self.shared)
+        except CollectiveError as error:
+            to, ranks = normalized(dst, x.ndim, self.name), axis_size(self.axis)
+            if not isinstance(to, Shard) or not (rest := x.shape[to.dim] % ranks):
+                raise
+            raise SpecError(
+                f"{what} of {self.name}: the plan says {to!r}, and dim {to.dim} of "
+                f"{show_shape(x.dtype, x.shape)} does not divide over the {ranks} ranks of "
+                f"{self.axis!r}.\n  at {call_site()}\n"
+                f"Fix: pad it to {x.shape[to.dim] + ranks - rest} (a class token counts too), with "
+                "the mask of an attention; or say Replicate() there."
+            ) from error
+
+    def _explain(self, what: str, src: Placement, type_: AxisType, x: Tensor) -> str:
+        """Explains that a value has another layout than the plan says, with its shape on a rank."""
+        left, is_equal = self.shared.left, type_ in (I, R, K)
+        found = typeof(x).get(self.axis, type_).dim if type_ == V else None
+        repair = _REPAIRS[type_] if found is None else f"Shard({found})"
+        option = "output_layouts" if "output" in what else "input_layouts"
+        shown = "equal on all ranks" if is_equal else f"of type {type_}"
+        lines = [
+            f"{what} of {self.name}: the plan says {normalized(src, x.ndim, self.name)!r}, but "
+            f"over {self.axis!r} the value, {show_shape(x.dtype, x.shape)} on a rank, is {shown}.",
+            f"  at {call_site()}",
+            f"Fix: say {option}={repair} in the style of {self.name}, or change the layout of what "
+            "computes it.",
+        ]
+        if left not in ("", self.name) and not is_equal:
+            lines[2] = f"  {left} leaves its output sharded"
+            lines += [
+                f"Fix: say {option}={repair} in the style of {self.name}, or "
+                f"output_layouts=Replicate() in that of {left}."
+            ]
+        return "\n".join(lines)
 
     def _summed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a module whose rows are sharded: each rank computes an addend of its product."""
@@ -341,12 +379,6 @@ def _step(
     name: str,
 ) -> Step:
     src, dst = (normalized(placement, ndim, name) for placement in (src, dst))
-    if type_ not in _ACCEPTED[type(src).__name__]:
-        raise ShardTypeError(
-            f"{name}: the plan says {src!r}, but over {axis!r} the value is "
-            f"{'equal on all ranks' if type_ in (I, R, K) else f'of type {type_}'}.\n"
-            f"Fix: say {_REPAIRS[type_]} there, or change the layout of what computes it."
-        )
     if isinstance(src, PartialPlacement) and isinstance(dst, PartialPlacement):
         if type_ == V:
             return lambda x, axis, _: reinterpret(x, axis, src=V, dst=Partial)

@@ -438,11 +438,15 @@ class _ParallelCall:
     def _explain(self, error: Exception) -> SpecError:
         """Explains torch's error about shapes of shards to users who wrote global ones."""
         axis, site = self.plan.axis, error_site(error)
+        left = vars(error).get(_LEFT, "")
         return SpecError(
             f"{type(self._module).__name__}: the forward fails on the shards that one of the "
             f"{self._mesh.shape[axis]} ranks of {axis!r} has: {error}\n"
             + (f"  at {site}\n" if site is not None else "")
-            + (_GATHER if isinstance(error, ValueError) else _DIVIDE)
+            + (f"  {left} leaves its output sharded\n" if left else "")
+            + (f"Fix: {_GATHER.format(left=left)}" if left else "")
+            + ("; or " if left else "Fix: ")
+            + _DIVIDE
         )
 
     def _use(
@@ -471,12 +475,14 @@ class _ParallelCall:
         first, second = reversed(ways) if self.plan.data.axes else ways
         try:
             return settle(first)
-        except (ShardTypeError, CollectiveError, SpecError) as error:
+        except ShardTypeError as error:
+            if error.rejection is None:  # of a run, whose other ranks may have none
+                raise
             self._mapped.pop(key, None)
             with suppress(ShardTypeError, CollectiveError, SpecError):
                 return settle(second)
             self._mapped.pop(key, None)
-            error.args = (_in_module(f"{error}"),)
+            error.args = (_in_module(f"{error}", self.plan.axis, vars(error).get(_LEFT, "")),)
             raise error
 
     def _settled(
@@ -536,9 +542,14 @@ _IN_MODULES: Final[Mapping[str, str]] = {
 """Advice for functions of `shard_map`, by patterns, and what a module says in place of it."""
 
 
-def _in_module(text: str) -> str:
+def _in_module(text: str, axis: str, left: str) -> str:
+    """Returns an error in the words of a module, whose output `left` has sharded over an axis."""
     for pattern, advice in _IN_MODULES.items():
         text = re.sub(pattern, advice, text)
+    is_of_parameter = re.search(rf"sharded P\(.*{axis!r}.*from input parameters\[", text)
+    if left and f"{axis!r}" in text and not is_of_parameter:
+        by = f"  {left} leaves its output sharded\nFix: {_GATHER.format(left=left)}"
+        text = re.sub(r"Fix: gather (?:(?!, ).)* first(?:, with all_gather)?", by, text)
     return text
 
 
@@ -577,8 +588,12 @@ def _body(
     others = [plan.axis] if known.sums_shards and plan.axis in outputs.mesh.axis_names else []
     rows = plan.data.axes
     whole = WholeBatch(rows, others, known) if (*rows, *others) else nullcontext()
-    with within_body(), whole:
-        out = take_out(bound.root.forward(*args, **kwargs), caches)
+    try:
+        with within_body(), whole:
+            out = take_out(bound.root.forward(*args, **kwargs), caches)
+    except Exception as error:  # of torch too, about shapes
+        vars(error)[_LEFT] = shared.left
+        raise
     bound.check_unwritten()
     _reject_unbound(module)
     after = Opened(caches, frames)
@@ -682,8 +697,14 @@ def _reject_caches(mesh: Mesh, data: Data) -> None:
         )
 
 
-_GATHER = 'Fix: gather what is used whole, as logits by {"lm_head": "colwise_gather_output"}.'
-_DIVIDE = """Fix: choose heads or groups that divide over the ranks, name modules that take shards \
+_LEFT: Final = "_shardmap_left"
+"""The attribute of an error that has the name of the last module whose output is sharded."""
+
+_GATHER: Final = (
+    "gather it, by output_layouts=Replicate() in the style of {left} (in words, "
+    "colwise_gather_output), and where a RowwiseParallel takes it, say input_layouts=Replicate()"
+)
+_DIVIDE = """choose heads or groups that divide over the ranks, name modules that take shards \
 in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by attributes that it \
 names, as {"layers.*.attn": LocalAttributes("num_heads")}."""
 

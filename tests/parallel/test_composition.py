@@ -32,6 +32,7 @@ from tests.parallel import models
 from tests.parallel.support.plans import R, llama_plan, mlp_plan, sequence_plan
 from tests.programs.support.harness import global_value, random, worker_mesh
 from tests.support.fuzzing import sampled, sized
+from tests.support.golden import unplaced
 from tests.support.pool import Gloo
 
 Step = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -324,7 +325,9 @@ def test_a_wrong_plan_is_refused_where_only_a_part_is_called() -> None:
     ours = parallelize(Wrapped(), mesh, {"model.output": "rowwise"})
     with pytest.raises(ShardTypeError) as caught:
         ours.parts(TOKENS)
-    assert str(caught.value) == (
-        "the input of 'output': the plan says Shard(dim=2), but over 'tp' the value is equal on "
-        "all ranks.\nFix: say Replicate() there, or change the layout of what computes it."
+    assert unplaced(caught.value) == (
+        "the input of 'output': the plan says Shard(dim=2), but over 'tp' the value, "
+        "float64[2, 4, 8] on a rank, is equal on all ranks.\n"
+        "Fix: say input_layouts=Replicate() in the style of 'output', or change the layout of what "
+        "computes it."
     )

@@ -31,6 +31,7 @@ from shardmap_torch import (
 from tests.parallel import models
 from tests.parallel.support.plans import encoder_plan, llama_plan, mlp_plan, sequence_plan
 from tests.programs.support.harness import random
+from tests.support.golden import hold
 
 TOKENS = torch.tensor([[0, 7, 11, 3], [5, 5, 6, 1]])
 X = random((2, 4, 8), 0)
@@ -179,8 +180,8 @@ def test_uneven_heads_are_an_error_that_says_where() -> None:
         "shape '[2, 4, -1, 8]' is invalid for input of size 96"
     )
     assert text.splitlines()[1].startswith("  at models.py:")
-    assert text.splitlines()[2] == (
-        "Fix: choose heads or groups that divide over the ranks, name modules that take "
+    assert text.endswith(
+        "; or choose heads or groups that divide over the ranks, name modules that take "
         "shards in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by "
         'attributes that it names, as {"layers.*.attn": LocalAttributes("num_heads")}.'
     )
@@ -200,24 +201,85 @@ def test_what_a_loss_refuses_is_an_error_that_says_how_to_gather_logits() -> Non
     x, plan = torch.ones(4, 8), {"head": "colwise"}
     text = error_of(SpecError, Model(), plan, x, x)
     assert "of 'tp' has: Using a target size (torch.Size([4, 8])) that is different" in text
-    assert text.endswith(
-        'Fix: gather what is used whole, as logits by {"lm_head": "colwise_gather_output"}.'
-    )
+    assert (
+        "\n  'head' leaves its output sharded\n"
+        "Fix: gather it, by output_layouts=Replicate() in the style of 'head' (in words, "
+        "colwise_gather_output), and where a RowwiseParallel takes it, say "
+        "input_layouts=Replicate(); or choose heads"
+    ) in text
     assert error_of(ValueError, Model(), plan, x, x[0]) == "targets have two dims"
 
 
-def test_a_layout_that_the_value_does_not_have_is_an_error() -> None:
-    plan: dict[str, ParallelStyle] = {"2": RowwiseParallel()}
-    assert error_of(ShardTypeError, models.mlp(), plan, X) == (
-        "the input of '2': the plan says Shard(dim=2), but over 'tp' the value is equal on all "
-        "ranks.\n"
-        "Fix: say Replicate() there, or change the layout of what computes it."
-    )
-    plan = {"0": ColwiseParallel(), "2": ColwiseParallel()}
-    assert error_of(ShardTypeError, models.mlp(), plan, X) == (
-        "the input of '2': the plan says Replicate(), but over 'tp' the value is of type V.\n"
-        "Fix: say Shard(dim) there, or change the layout of what computes it."
-    )
+class Hidden(nn.Module):
+    """Two layers, and what is computed between them."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.between = between
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.between(self, self.up(x)))
+        return y
+
+
+COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+WHOLE_COLUMNS = ColwiseParallel(output_layouts=Replicate())
+BOTH: dict[str, ParallelStyle] = {"up": COLUMNS, "down": ROWS}
+GATHERED: dict[str, ParallelStyle] = {
+    "up": WHOLE_COLUMNS,
+    "down": RowwiseParallel(input_layouts=Replicate()),
+}
+MISTAKES: dict[str, tuple[Callable[..., Tensor], Any, Any]] = {
+    "a norm of shards": (lambda m, h: m.norm(h), BOTH, GATHERED),
+    "a norm of local sizes": (
+        lambda m, h: functional.layer_norm(h, h.shape[-1:]),
+        BOTH,
+        GATHERED,
+    ),
+    "a bias of all entries": (lambda m, h: h + m.norm.weight, BOTH, GATHERED),
+    "a softmax of shards": (lambda m, h: h.softmax(-1), BOTH, GATHERED),
+    "halves of shards": (lambda m, h: torch.cat([h.chunk(2, -1)[1]] * 2, -1), BOTH, GATHERED),
+    "columns alone": (lambda m, h: h.tanh(), {"up": COLUMNS}, {"up": WHOLE_COLUMNS}),
+    "columns twice": (
+        lambda m, h: h.tanh(),
+        {"up": COLUMNS, "down": WHOLE_COLUMNS},
+        {"up": WHOLE_COLUMNS, "down": WHOLE_COLUMNS},
+    ),
+    "columns twice, of shards": (
+        lambda m, h: h.tanh(),
+        {"up": COLUMNS, "down": WHOLE_COLUMNS},
+        {
+            "up": COLUMNS,
+            "down": ColwiseParallel(input_layouts=Shard(2), output_layouts=Replicate()),
+        },
+    ),
+    "rows alone": (lambda m, h: h.tanh(), {"down": ROWS}, {"down": GATHERED["down"]}),
+}
+"""Code between two layers, a plan that does not fit it, and the plan that its error asks for."""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_plan_that_does_not_fit_is_told_with_one_that_does(name: str) -> None:
+    between, plan, repaired = MISTAKES[name]
+    torch.manual_seed(0)
+    one = Hidden(between)
+    with pytest.raises((SpecError, ShardTypeError)) as caught:
+        parallelize(copy.deepcopy(one), mesh(), plan)(X)
+    hold("plans.txt", name, f"{caught.value}")
+    ours = parallelize(copy.deepcopy(one), mesh(), repaired)
+    for module in (one, ours):
+        module(X).square().sum().backward()
+    torch.testing.assert_close(ours(X), one(X))
+    for found, expected in zip(ours.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_a_sequence_that_does_not_divide_is_told_with_its_module_and_sizes() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    text = error_of(SpecError, module, {"1": SequenceParallel()}, torch.randn(2, 17, 8))
+    hold("plans.txt", "a sequence of 17", text)
 
 
 def test_a_result_that_is_not_what_the_root_says_is_an_error() -> None:

@@ -100,7 +100,7 @@ def refused(
         is_drawn = any(each is not None and each.name in _DRAWING for each in made)
         advice = branch_advice(name, axis, is_index, is_drawn)
     else:
-        advice = refusal.reason.advise(axis)
+        advice = refusal.reason.advise(axis, name)
     types += [use.types[refusal.axis] for use in uses]
     rejection = error(interpreter, head, lines, advice, types=types)
     propose(rejection, _summing(interpreter, gradients, axis))

@@ -21,24 +21,28 @@ class Reason:
     Attributes:
         text: one sentence.
         advice: what to do about it, with `{axis}` for the name of the axis; empty if nothing is.
+        of_sums: the same where operands are added.
     """
 
     text: str
     advice: str = ""
+    of_sums: str = ""
 
     def __str__(self) -> str:
         return self.text
 
-    def advise(self, axis: str) -> str:
-        """Returns the advice about a conflict over an axis."""
-        return self.advice.format(axis=repr(axis))
+    def advise(self, axis: str, name: str = "") -> str:
+        """Returns the advice about a conflict over an axis in an operation of this name."""
+        more = self.of_sums * name.startswith(("add", "sub", "rsub", "baddbmm"))
+        return f"{self.advice}{more}".format(axis=repr(axis))
 
 
 MIXED: Final = Reason(
     "the I operand's gradient would differ between ranks and never be summed",
     "convert the I operand with convert(x, {axis}, src=I, dst=R), which sums its gradient, or "
-    "detach it if it needs none. If the other is an addend, as a row-parallel product is, take the "
-    "sum first, with all_reduce(x, {axis}, dst=I).",
+    "detach it if it needs none.",
+    " If the other is an addend, as a row-parallel product is, take the sum first, with "
+    "all_reduce(x, {axis}, dst=I).",
 )
 COUNTED: Final = Reason(
     "an addend that is equal on all ranks would be counted once per rank",

@@ -165,8 +165,8 @@ class Relation(Observer):
                 "a gradient flows through the maximum or minimum over a sharded dim, from "
                 f"{self._interpreter.storage_type(x).origin()}, and equal entries may share it in "
                 "other parts than on one device",
-                "take it of all_gather(x, axis, dim=..., dst=R), as .amax(); or detach x, if it needs "
-                "no gradient, as x.detach().amax().",
+                "take it of all_gather(x, axis, dim=..., dst=R), as .amax(); or detach x, if it "
+                "needs no gradient, as x.detach().amax().",
             )
 
     def _of_copies(self, sums: Sums, x: Tensor, axes: Sequence[str]) -> Sums:

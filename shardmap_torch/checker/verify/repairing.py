@@ -42,6 +42,9 @@ _SHAPES: Final = 24
 """That of other specs where shapes do not fit, which most attempts find out early."""
 
 
+NOT_ENOUGH: Final = "Tried, and not enough by itself: more than that differs from one device."
+"""A line about advice that was tried, and makes no right program."""
+
 _NUMBERS: Final = 3
 """Maximal number of these that are tried by random numbers, where layouts prove nothing."""
 
@@ -85,7 +88,7 @@ def note_spec(
 
 @dataclass
 class _Search:
-    """Bounds of a search, and the number of repairs that random numbers may still decide about."""
+    """Bounds of a search: how many repairs numbers may still decide about, and if one could not."""
 
     call: Call
     error: ShardTypeError
@@ -93,6 +96,7 @@ class _Search:
     attempt: Attempt
     confirm: Confirm
     numbers: int = 0
+    undecided: bool = False
 
     def result(self) -> ShardTypeError:
         """Returns the error to show."""
@@ -112,6 +116,9 @@ class _Search:
                     return error
                 if isinstance(found, ShardTypeError):
                     waiting[:0] = _rescaled(repair, found)
+        advised = [each.partition(" in place of ")[0] for each in known]
+        if not self.undecided and any(each in f"{self.error}" for each in advised):
+            self.error.args = (f"{self.error}\n{NOT_ENOUGH}",)
         return self.error
 
     def _proposals(self) -> Iterator[tuple[ShardTypeError, Sequence[Repair], int]]:
@@ -136,7 +143,10 @@ class _Search:
     def is_equal(self, repair: Repair, found: "Verdict | ShardTypeError") -> bool | None:
         if isinstance(found, ShardTypeError):
             # What layouts do not prove, and types allow.
-            if not self.numbers or isinstance(self._attempted(repair, "local"), ShardTypeError):
+            if isinstance(self._attempted(repair, "local"), ShardTypeError):
+                return False
+            if not self.numbers:
+                self.undecided = True
                 return False
             self.numbers -= 1
         return self.confirm(self.call, repair, found)

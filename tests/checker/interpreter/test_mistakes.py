@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from shardmap_torch import (
+    CollectiveError,
     I,
+    OptimizerError,
     P,
     R,
     ShardTypeError,
     all_gather,
     all_reduce,
+    axis_index,
     axis_size,
     broadcast,
     convert,
@@ -27,7 +31,7 @@ from shardmap_torch import (
     shift,
     value_and_grad,
 )
-from shardmap_torch.optim import clip_by_global_norm, sync_gradients
+from shardmap_torch.optim import clip_by_global_norm, sgd, sync_gradients
 from tests.support.golden import hold
 
 pytestmark = pytest.mark.usefixtures("repairs")
@@ -248,10 +252,120 @@ def test_an_inner_function_may_name_the_mesh_that_it_runs_on() -> None:
     ("norm", "text"),
     [
         (torch.nn.BatchNorm1d(8), "as of BatchNorm: shardmap_torch.nn.batch_norm returns the new"),
-        (torch.nn.BatchNorm1d(8, track_running_stats=False), "gather the dim first"),
+        (torch.nn.BatchNorm1d(8, track_running_stats=False), "Compute it from those of all"),
     ],
 )
 def test_a_batch_norm_says_what_to_do_about_its_statistics(norm: Any, text: str) -> None:
     f = shard_map(lambda x: norm(x), mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check="global")
     with pytest.raises(ShardTypeError, match=text):
         f(X)
+
+
+# ---------------------------------------------------------- repairs by advice, not by a place
+
+ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+TARGETS = torch.tensor([0, 5, 1, 1, 4, 2, 3, 3])
+COLUMNS, LINES = P(None, "dp"), P("dp")
+
+
+def outcome(body: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Tensor) -> Any:
+    """Returns a result on two ranks, and the gradient of the first argument."""
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    x = args[0].clone().requires_grad_()
+    options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check": "global"}
+    y = shard_map(body, **options)(x, *args[1:])
+    (y * torch.linspace(0, 1, y.numel()).double().view(y.shape)).sum().backward()
+    return y.detach(), x.grad
+
+
+def smoothed(logits: Tensor, targets: Tensor, op: Any = "sum") -> Tensor:
+    top = all_reduce(logits.detach().amax(-1), "dp", op="max", dst=R)
+    total = all_reduce((logits - top[:, None]).exp().sum(-1), "dp", dst=I)
+    ids = targets - axis_index("dp") * logits.shape[1]
+    owned = (ids >= 0) & (ids < logits.shape[1])
+    own = torch.where(owned, logits.gather(1, (ids * owned)[:, None])[:, 0], 0)
+    hit = all_reduce(own, "dp", dst=I)
+    mean = all_reduce(logits.mean(-1), "dp", op=op, dst=I)
+    return (total.log() + convert(top, "dp", src=R, dst=I) - 0.9 * hit - 0.1 * mean).mean()
+
+
+def normalized(x: Tensor) -> Tensor:
+    m = all_reduce(x.mean(1, keepdim=True), "dp", op="mean", dst=R)
+    v = all_reduce((x - m).square().mean(1, keepdim=True), "dp", op="mean", dst=R)
+    return (x - m) / (v + 1e-5).sqrt()
+
+
+def accumulated(x: Tensor) -> Tensor:
+    return torch.stack([part.square().mean() for part in x.split(3)]).mean()
+
+
+ADVISED: dict[str, tuple[Any, Any, Any, Any, tuple[Tensor, ...]]] = {
+    "label smoothing by hand": (
+        smoothed,
+        lambda logits, targets: smoothed(logits, targets, "mean"),
+        lambda x, t: functional.cross_entropy(x, t, label_smoothing=0.1),
+        ((COLUMNS, P()), P()),
+        (ROWS, TARGETS),
+    ),
+    "layer norm of columns": (
+        lambda x: functional.layer_norm(x, x.shape[1:]),
+        normalized,
+        lambda x: functional.layer_norm(x, (6,)),
+        (COLUMNS, COLUMNS),
+        (ROWS,),
+    ),
+    "gradient of a maximum": (
+        lambda x: x * all_reduce(x.amax(), "dp", op="max", dst=R),
+        lambda x: x * all_gather(x, "dp", dim=0, dst=R).amax(),
+        lambda x: x * x.amax(),
+        (LINES, LINES),
+        (ROWS,),
+    ),
+    "a value of all beside rows": (
+        lambda x: all_reduce(x.sum(0), "dp", dst=I) * x,
+        lambda x: all_reduce(x.sum(0), "dp", dst=R) * x,
+        lambda x: x.sum(0) * x,
+        (LINES, LINES),
+        (ROWS,),
+    ),
+}
+"""A wrong function, the one that its error asks for, and the same on one device."""
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_what_an_error_advises_is_right_when_it_is_followed(name: str) -> None:
+    wrong, repaired, one, specs, args = ADVISED[name]
+    with pytest.raises(ShardTypeError) as error:
+        outcome(wrong, *specs, *args)
+    hold("mistakes.txt", name, str(error.value))
+    found, grad = outcome(repaired, *specs, *args)
+    x = args[0].clone().requires_grad_()
+    expected = one(x, *args[1:])
+    (
+        expected * torch.linspace(0, 1, expected.numel()).double().view(expected.shape)
+    ).sum().backward()
+    torch.testing.assert_close((found, grad), (expected.detach(), x.grad))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: all_reduce(x, "tpp", dst=I),
+        lambda x: x / axis_size("tpp"),
+        lambda x: all_reduce(x, "dp", dst=I, op="avg"),
+        lambda x: sgd(0.1).update(x, (x, x.sum()), {}),
+        lambda x: sgd(0.1).update(x, {"step": x}, x),
+    ],
+)
+def test_an_argument_that_cannot_work_is_told_with_its_line(body: Callable[..., Any]) -> None:
+    f = shard_map(body, mesh=MESH, in_specs=P("dp"), out_specs=P("dp"))
+    with pytest.raises((CollectiveError, OptimizerError)) as error:
+        f(X)
+    line = body.__code__.co_firstlineno
+    assert f"{error.value}".split("\n")[1].startswith(f"  at test_mistakes.py:{line}: lambda x:")
+
+
+def test_microbatches_of_rows_are_told_of_parts() -> None:
+    with pytest.raises(ShardTypeError) as error:
+        outcome(lambda x: all_reduce(accumulated(x), "dp", op="mean", dst=I), LINES, P(), ROWS)
+    hold("mistakes.txt", "microbatches of rows", str(error.value))
