@@ -352,7 +352,7 @@ def test_what_an_error_advises_is_right_when_it_is_followed(name: str) -> None:
     [
         lambda x: all_reduce(x, "tpp", dst=I),
         lambda x: x / axis_size("tpp"),
-        lambda x: all_reduce(x, "dp", dst=I, op="avg"),
+        lambda x: all_reduce(x, "dp", dst=I, op="avg"),  # type: ignore[arg-type]
         lambda x: sgd(0.1).update(x, (x, x.sum()), {}),
         lambda x: sgd(0.1).update(x, {"step": x}, x),
     ],
