@@ -431,23 +431,25 @@ class _ParallelCall:
         try:
             return self._use(use, specs, inputs, Known(cached=cached))
         except (RuntimeError, ValueError) as error:
-            if not _is_torchs(error) or self._mesh.shape.get(self.plan.axis, 1) == 1:
+            axes = [axis for axis in (self.plan.axis, *self.plan.data.axes) if axis]
+            if not _is_torchs(error) or all(self._mesh.shape[axis] == 1 for axis in axes):
                 raise
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> SpecError:
         """Explains torch's error about shapes of shards to users who wrote global ones."""
-        axis, site = self.plan.axis, error_site(error)
-        left = vars(error).get(_LEFT, "")
-        return SpecError(
-            f"{type(self._module).__name__}: the forward fails on the shards that one of the "
-            f"{self._mesh.shape[axis]} ranks of {axis!r} has: {error}\n"
-            + (f"  at {site}\n" if site is not None else "")
-            + (f"  {left} leaves its output sharded\n" if left else "")
-            + (f"Fix: {_GATHER.format(left=left)}" if left else "")
-            + ("; or " if left else "Fix: ")
-            + _DIVIDE
-        )
+        site, left, rows = error_site(error), vars(error).get(_LEFT, ""), self.plan.data.axes
+        axis = rows[0] if rows and not left else self.plan.axis
+        advice = f"{_GATHER.format(left=left)}; or {_DIVIDE}" if left else _DIVIDE
+        parts, ranks = "rows" if axis in rows else "shards", self._mesh.shape[axis]
+        lines = [
+            f"{type(self._module).__name__}: the forward fails on the {parts} that one of the "
+            f"{ranks} ranks of {axis!r} has: {error}",
+            *([] if site is None else [f"  at {site}"]),
+            *([f"  {left} leaves its output sharded"] if left else _shards(error)),
+            f"Fix: {_ROWS if axis in rows else advice}",
+        ]
+        return SpecError("\n".join(lines))
 
     def _use(
         self,
@@ -540,6 +542,12 @@ _IN_MODULES: Final[Mapping[str, str]] = {
     r"numbers)?)": r"\1\n  it needs a mesh: without one the module no longer runs",
 }
 """Advice for functions of `shard_map`, by patterns, and what a module says in place of it."""
+
+
+def _shards(error: Exception) -> list[str]:
+    """Returns the notes of an error that tell the shapes of shards."""
+    notes = getattr(error, "__notes__", ())
+    return [f"  {note}" for note in notes if note.startswith("In the body")]
 
 
 def _in_module(text: str, axis: str, left: str) -> str:
@@ -704,6 +712,8 @@ _GATHER: Final = (
     "gather it, by output_layouts=Replicate() in the style of {left} (in words, "
     "colwise_gather_output), and where a RowwiseParallel takes it, say input_layouts=Replicate()"
 )
+_ROWS = """where it runs on one device, write sizes of the batch as x.shape[0] or -1, of which a \
+rank has a part, and pass what has an entry a row as an argument."""
 _DIVIDE = """choose heads or groups that divide over the ranks, name modules that take shards \
 in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by attributes that it \
 names, as {"layers.*.attn": LocalAttributes("num_heads")}."""
