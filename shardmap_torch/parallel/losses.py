@@ -106,19 +106,19 @@ class WholeBatch(FunctionMode):
         """
         name = getattr(func, "__name__", "")
         leaves, structure = flatten((args, kwargs))
-        smooth = [at for at, x in enumerate(leaves) if is_smooth(x)]
-        if len(smooth) < 2 or name in _NO_OPERATIONS:
+        operands = [at for at, x in enumerate(leaves) if isinstance(x, Tensor)]
+        if len(operands) < 2 or name in _NO_OPERATIONS:
             return args, kwargs
-        kept = smooth[:1] if name in _WRITES or (name[-1:] == "_" and name[-2:] != "__") else []
+        kept = operands[:1] if name in _WRITES or (name[-1:] == "_" and name[-2:] != "__") else []
         for axis in self._axes:
-            types = {at: (types_of(leaves[at], (axis,)) or (K,))[0] for at in smooth}
+            types = {at: (types_of(leaves[at], (axis,)) or (K,))[0] for at in operands}
             met = {*types.values()}
             one = I in met and not any(types[at] in (R, K) for at in kept) and V not in met
             # Over rows parameters become R, as ranks use them differently; over others mostly I.
             same = (R, K) if axis in self._rows else (R,)
             src, dst = (same, (R, I)) if one else ((I,), (I, R))
-            for at in smooth:
-                if at not in kept and types[at] in src:
+            for at in operands:
+                if at not in kept and types[at] in src and is_smooth(leaves[at]):
                     leaves[at] = convert(leaves[at], axis, src=dst[0], dst=dst[1])
         found: tuple[Any, Any] = unflatten(structure, leaves)
         return found
