@@ -38,8 +38,8 @@ class Computer:
     def note_cotangents(self, xs: Ranks) -> None:
         """Notes the cotangents of a result."""
 
-    def note_moved(self, made: Ranks, operands: Ranks, adds: bool) -> None:
-        """Notes what a collective makes, and whether it adds its operands up."""
+    def note_moved(self, made: Ranks, operands: Ranks, adds: bool, copies: bool) -> None:
+        """Notes what a collective makes: whether sums, or copies, where there is one rank."""
 
 
 class Evaluation:
@@ -114,8 +114,10 @@ class Evaluation:
         else:
             operands = self._values[given["x"]]
             moved = move(mesh, run, operands)
-        adds = isinstance(run, Move) and MOVEMENTS[run.name].adds
-        self._computer.note_moved(moved, operands, adds)
+        movement = MOVEMENTS[run.name] if isinstance(run, Move) else None
+        adds = movement is not None and movement.adds
+        copies = movement is not None and movement.copies and mesh.size == 1
+        self._computer.note_moved(moved, operands, adds, copies)
         return [(x,) for x in moved]
 
     def _of(self, value: Any, rank: int) -> Any:

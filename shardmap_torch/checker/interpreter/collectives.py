@@ -234,6 +234,8 @@ class AbstractBackend(WithoutAutomaticAxes):
         """Returns the collective under the repair that is tried; None if it is left out."""
         if spot in self._repair.collectives:
             return self._repair.collectives[spot]
+        if spot in self._repair.turned:
+            return collective.transpose
         if forward is None or forward.written is None or forward.written == forward.collective:
             return collective
         if collective != forward.written.transpose:

@@ -69,6 +69,17 @@ class StorageType:
         """Makes it read-only; `why` counts unless it was so before."""
         self.read_only = self.read_only or why
 
+    @property
+    def first(self) -> "StorageType":
+        """The value from which this one comes, by the first operand of each step."""
+        found = self
+        for _ in range(_MAX_STEPS):
+            operands = () if found.made is None else found.made.operands
+            if not operands or operands[0].storage_type is found:
+                break
+            found = operands[0].storage_type
+        return found
+
     def origin(self) -> str:
         """Describes the origin of the value."""
         if self.made is None:
@@ -76,6 +87,9 @@ class StorageType:
         site = f" at {self.made.site}" if self.made.site is not None else ""
         return f"{self.made.name}{site}"
 
+
+_MAX_STEPS: Final = 64
+"""Steps after which no value is sought that others come from."""
 
 _SHAPED: Final = frozenset({"ones_like", "full_like", "new_ones", "new_full"})
 """Operations whose results depend on nothing but sizes of their operand."""

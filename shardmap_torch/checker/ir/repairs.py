@@ -3,6 +3,7 @@
 A change is of a call in the user's code, in all of its runs, as an edit of that line would be.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,7 @@ class Repair:
         replicate: for the position of an input, an axis to name in its `replicate=`.
         gradients: for the line where the body takes gradients, how they are reduced before use.
         collectives: for a call of a collective, its replacement, or None to leave it out.
+        turned: calls of ppermute or shift that send in the other direction.
         ops: for a call of all_reduce or reduce_scatter, the op to use.
         operands: for a call of a function of torch and the number of a tensor among its arguments,
             what to apply to that first.
@@ -153,6 +155,7 @@ class Repair:
     replicate: Mapping[int, str] = field(default_factory=dict)
     gradients: Mapping[Site | None, Insert] = field(default_factory=dict)
     collectives: Mapping[Spot | None, Collective | None] = field(default_factory=dict)
+    turned: frozenset[Spot | None] = frozenset()
     ops: Mapping[Spot | None, Op] = field(default_factory=dict)
     operands: Mapping[tuple[Spot, int], Insert] = field(default_factory=dict)
     exits: Mapping[int, Sequence[Insert]] = field(default_factory=dict)
@@ -225,10 +228,13 @@ def rejected(
     proposals: Iterable[Repair] = (),
     equal: "Iterable[Equation | None]" = (),
     closure: Tensor | None = None,
+    refuted: str = "",
 ) -> ShardTypeError:
     """Makes an error with its record; see `Rejection`."""
     error = ShardTypeError(text)
-    error.rejection = Rejection(frozenset(types), tuple(equal), closure, proposals=tuple(proposals))
+    error.rejection = Rejection(
+        frozenset(types), tuple(equal), closure, proposals=tuple(proposals), refuted=refuted
+    )
     return error
 
 
@@ -245,7 +251,10 @@ TRIED: Final = "Tried, and accepted also by check='global': "
 def with_tried(error: ShardTypeError, repair: Repair | None, is_compared: bool) -> None:
     """Adds to an error the repair that passed, and whether numbers were compared with it."""
     if repair is not None:
-        lines = [str(error), f"{TRIED}{repair.text}"]
+        text = str(error)
+        if repair.turned or None in repair.collectives.values():  # what is there may suit no more
+            text = re.sub(r"\nFix: (?!drop|leave|say).*", "", text)
+        lines = [text, f"{TRIED}{repair.text}"]
         lines += ["  with the results and gradients of one device, by numbers"] * is_compared
         error.args = ("\n".join(lines),)
     rejection_of(error).tried = repair

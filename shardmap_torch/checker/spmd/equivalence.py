@@ -365,7 +365,11 @@ class Relation(Observer):
     ) -> ShardTypeError:
         """Returns the error of a step of this name that has failed to be compared."""
         if isinstance(error, UnrelatedError):
-            head = f"check='global': {what} is not what it is on one device: {error.reason}."
+            reason = error.reason
+            if error.first is not None:
+                first = self._interpreter.storage_type(error.first).first
+                reason = f"{reason}, from {first.origin()}"
+            head = f"check='global': {what} is not what it is on one device: {reason}."
             lines = [self._line(name, tensor) for name, tensor in tensors]
             return messages.error(self._interpreter, head, lines, error.fix, placed)
         return messages.error(

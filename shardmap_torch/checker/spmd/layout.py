@@ -16,6 +16,8 @@ from itertools import chain, combinations
 from math import prod
 from typing import Final, TypeAlias
 
+from torch import Tensor
+
 from shardmap_torch.core.caching import Memo, lazy
 from shardmap_torch.spec import Entry, P
 
@@ -48,10 +50,13 @@ def step_of(dim: Dim) -> int | None:
 class UnrelatedError(Exception):
     """Raised when a result of the ranks' program is no shard of the result on one device."""
 
-    def __init__(self, reason: str, fix: str = "") -> None:
-        """Takes the end of a sentence about the operation, and what to write instead."""
+    def __init__(self, reason: str, fix: str = "", first: Tensor | None = None) -> None:
+        """Takes the end of a sentence about the operation, and what to write instead.
+
+        With `first`, the mistake is where the first of the steps is that have made that.
+        """
         super().__init__(reason)
-        self.reason, self.fix = reason, fix
+        self.reason, self.fix, self.first = reason, fix, first
 
 
 def size_of_one_rank(what: str = "the size of an operand") -> UnrelatedError:

@@ -33,7 +33,7 @@ from shardmap_torch.checker.spmd.layout import (
     numbers_of_shards,
     size_of_one_rank,
 )
-from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DIVIDED, DRAWN, PER_RANK, SHARD
+from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DIVIDED, DRAWN, PER_RANK, PICKED, SHARD
 from shardmap_torch.checker.spmd.ops.aten_rules import DRAW, propagate
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.ops.reductions import carried
@@ -106,6 +106,7 @@ class Operations:
         op, event = call.op, call.event
         for tensor in call.read if positions is None else ():
             if self._notes.sums(tensor).loose:
+                self._reject_picked(call, tensor)
                 advice = DRAWN if op._schema.name == DRAW else PER_RANK
                 self._notes.reject_loose(tensor, self._kept(op, tensor), advice)
         dtype = call.results[0].dtype
@@ -132,6 +133,17 @@ class Operations:
                 known[key] = self._laid_out(call, result, shape, sharded, summed, extrema)
             self._finish(call, result, number, *known[key])
         return layouts if factor == 1 and special is None else None
+
+    def _reject_picked(self, call: PairedCall, own: Tensor) -> None:
+        """Refuses the comparison of a rank's own extremum with that of all ranks."""
+        extremum, origin = self._interpreter.storage_type(own), self._interpreter.storage_type
+        for axis, kind in sorted(self._notes.sums(own).pending):
+            for made in filter(None, [origin(x).made for x in call.read]):
+                if made.collective is not None and made.operands[0].storage_type is extremum:
+                    reason, fix = PICKED
+                    raise UnrelatedError(
+                        reason.format(kind, axis, extremum.origin()), fix.format(kind, axis)
+                    )
 
     def _cause(self, call: PairedCall, name: str) -> str:
         """Says what makes a result a multiple of that on one device, by an argument."""

@@ -23,9 +23,16 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.api import ShapeDtype, stand_ins
 from shardmap_torch.checker.interpreter.proposals import other_ops
 from shardmap_torch.checker.ir.program import Equation
-from shardmap_torch.checker.ir.repairs import NONE, Repair, propose, rejection_of
+from shardmap_torch.checker.ir.repairs import (
+    NONE,
+    Repair,
+    Spot,
+    propose,
+    rejected,
+    rejection_of,
+)
 from shardmap_torch.checker.rules.infer import is_real
-from shardmap_torch.checker.spmd.ops.advice import PER_RANK, SENT
+from shardmap_torch.checker.spmd.ops.advice import PER_RANK, PICKED, SENT
 from shardmap_torch.checker.spmd.sharded import MICROBATCHES
 from shardmap_torch.checker.verify.repairing import with_specs
 from shardmap_torch.checker.verify.request import Strictness
@@ -35,6 +42,7 @@ from shardmap_torch.checker.verify.verdict import (
     detached,
     verify,
 )
+from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.ambient import SILENT
 from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import can_receive_gradient
@@ -77,9 +85,6 @@ def by_numbers(
         strictness: that which was asked for.
         error: why its steps are not those of one device.
         repair: what is changed of the body.
-
-    Raises:
-        ShardTypeError: the ranks compute something else.
     """
     compared = _compared(call.mesh, strictness)
     typed = _well_typed(call, repair)
@@ -97,12 +102,13 @@ def by_numbers(
         alone = frozenset(call.mesh.axis_names) - compared
         comparison = _compare(call, proven, alone, axes, typed, repair=repair)
     except RefutedError as refuted:
-        told = _refuted(error, f"{refuted}", typed, over, others, sending)
-        if told:
-            return None
-        only = {e.name.partition("(")[0] for e in sending}
-        text = _REFUTED + (SENT if only == {"broadcast"} else _BLOCKS)
-        raise _refuting(text, call, over, refuted, lines) from None
+        if refuted.lookup is not None:
+            error.args = (_UNOWNED.format(call.name, over, refuted, refuted.lookup),)
+        elif not _refuted(error, f"{refuted}", typed, over, others, sending):
+            only = {e.name.partition("(")[0] for e in sending}
+            text = _REFUTED + (SENT if only == {"broadcast"} else _BLOCKS)
+            error.args = (text.format(call.name, over, refuted, "\n".join(lines)),)
+        return None
     except _UncheckedError:  # which is what the error is about
         return None
     except UntriedError as untried:
@@ -126,7 +132,7 @@ def _refuted(
 ) -> bool:
     """Adds to an error about a step what numbers refute; returns whether it says more than they."""
     rejection_of(error).refuted = refuted
-    is_elsewhere = any(advice in f"{error}" for advice in (MICROBATCHES, PER_RANK))
+    is_elsewhere = any(advice in f"{error}" for advice in (MICROBATCHES, PER_RANK, _PICKED))
     if is_elsewhere or "times as much" in refuted:
         propose(error, other_ops(typed.traits.reductions, ["sum", "mean"]), first=True)
     sent = {axis for e in sending if e.collective for axis in e.collective.axes}
@@ -137,12 +143,29 @@ def _refuted(
         # But for one that a right program may have as well.
         if is_elsewhere:
             error.args = (f"{error}".replace(f"\nFix: {PER_RANK}", ""),)
-            _note(error, _ELSEWHERE_WRONG.format(over, refuted))
+            look = "" if _PICKED in f"{error}" else _LOOK["\nFix: " in f"{error}"]
+            _note(error, f"{_ELSEWHERE_WRONG.format(over, refuted)}{look}")
         return True
-    if "local_region" not in str(error):  # it tells more
+    # Nor does it tell of the step that is wrong if right programs that send have it as well.
+    if not any(advice in f"{error}" for advice in ("local_region", MICROBATCHES)):
         _note(error, f"Tried with numbers over {over} as well: {refuted}.")
         return True
+    rejection_of(error).proposals, rejection_of(error).inputs = tuple(_turned(sending)), ()
     return False
+
+
+def _turned(sending: Sequence[Equation]) -> Iterator[Repair]:
+    """Yields the other direction for each call that sends to the same ranks whenever it runs."""
+    calls: dict[Spot, set[Collective]] = {}
+    for each in sending:
+        if each.spot is not None and each.collective is not None and each.collective.perm:
+            calls.setdefault(each.spot, set()).add(each.collective)
+    for spot, made in calls.items():
+        collective = made.pop()
+        if not made and collective.transpose.perm != collective.perm:
+            offset = min((s - t for s, t in collective.perm), key=abs)
+            how = f"offset {offset}" if spot.name == "shift" else "each pair turned round"
+            yield Repair(f"{how} in {spot}", turned=frozenset({spot}))
 
 
 def _split(
@@ -202,7 +225,8 @@ def keep_promises(call: Call, strictness: Strictness, proven: Verdict) -> Verdic
         others = frozenset(call.mesh.axis_names) - compared
         comparison = _compare(call, proven, others, axes, typed, proven.traits.drawn)
     except RefutedError as refuted:
-        raise _refuting(_BROKEN, call, over, refuted, lines) from None
+        text = _BROKEN.format(call.name, over, refuted, "\n".join(lines))
+        raise rejected(text, refuted=f"{refuted}") from None
     except _UncheckedError as error:
         return replace(proven, untried=f"the body fails there: {error.__cause__}")
     except UntriedError as untried:
@@ -218,10 +242,7 @@ def confirm(call: Call, repair: Repair, found: Verdict | ShardTypeError) -> bool
     """
     repaired = with_specs(call, repair)
     if isinstance(found, ShardTypeError):
-        try:
-            return by_numbers(repaired, "global", found, repair) is not None
-        except ShardTypeError:
-            return False
+        return by_numbers(repaired, "global", found, repair) is not None
     accepted = found
     axes, drawn = frozenset(call.mesh.axis_names), accepted.traits.drawn
     try:
@@ -251,17 +272,20 @@ _BLOCKS: Final = (
 
 
 _ELSEWHERE_WRONG: Final = (
-    "Tried with numbers over {} as well, which accept such a step where all else is right: {}. "
-    "Look for what else differs, as how parts are weighed and summed."
+    "Tried with numbers over {} as well, which accept such a step where all else is right: {}."
 )
-
-
-def _refuting(
-    text: str, call: Call, over: str, refuted: RefutedError, lines: Sequence[str]
-) -> ShardTypeError:
-    error = ShardTypeError(text.format(call.name, over, refuted, "\n".join(lines)))
-    rejection_of(error).refuted = f"{refuted}"
-    return error
+_LOOK: Final = tuple(
+    f" {what} differs, as how parts are weighed and summed."
+    for what in ("Look for what else", "If that is not it, look for what else")
+)
+_UNOWNED: Final = (
+    "{}: check='global': tried with numbers over {}, rows of ids are added up that ranks do not "
+    "have: {}. With zeros in place of these rows it is as on one device.\n  at {}\nFix: zero them "
+    "before they are summed, as torch.where(owned.unsqueeze(-1), rows, 0.0), where owned is "
+    "(ids >= first) & (ids < first + n) for a rank's n rows from `first` on; or look ids up by "
+    "nn.vocab_parallel_embedding."
+)
+_PICKED: Final = PICKED[0].partition("{")[0]
 
 
 def _note(error: ShardTypeError, line: str) -> None:
@@ -335,7 +359,8 @@ def _compare(
                 comparison.run()
             except RefutedError as refuted:
                 sizes = comparison.sizes(call)
-                raise RefutedError(f"{refuted}, {sizes}" if sizes else str(refuted)) from None
+                refuted.args = (f"{refuted}, {sizes}" if sizes else f"{refuted}",)
+                raise
             except RuntimeError as error:  # of torch, as where it lacks a derivative
                 raise UntriedError(f"it fails with {_reason(error)!r}") from error
         return comparison

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.core.functorch import is_smooth
-from shardmap_torch.core.source_location import error_site
+from shardmap_torch.core.source_location import Site, error_site
 from shardmap_torch.errors import show
 from shardmap_torch.run.trials.dependence import ZERO, Dependence, tolerance
 from shardmap_torch.run.trials.draws import (
@@ -35,11 +35,18 @@ from shardmap_torch.run.trials.draws import (
 from shardmap_torch.run.trials.operators import ASK_FINITE, LARGE, is_integer
 from shardmap_torch.run.trials.runs import GRADIENT, Program, Values
 from shardmap_torch.run.trials.seen import Seen
+from shardmap_torch.run.trials.supposed import lookup_of_all
 from shardmap_torch.run.trials.watch import UntriedError, Watched
 
 
 class RefutedError(Exception):
-    """Ranks compute something else than one device; says what."""
+    """Ranks compute something else than one device; says what.
+
+    Attributes:
+        lookup: the line of a lookup whose rows ranks add up though they do not own them.
+    """
+
+    lookup: Site | None = None
 
 
 _VISIBLE: Final = 1e-6
@@ -94,6 +101,7 @@ class Comparison:
     _ties: bool = False
     _uneven: int = 0
     _summarizes: bool = False
+    _asks_finite: bool = False
     _loses_bits: bool = False
     _unknown: UntriedError | None = None
     _bounds: set[float] = field(default_factory=set)
@@ -118,7 +126,11 @@ class Comparison:
             positive = self._positive(base)
         base = replace(base, positive=positive)
         dependence = Dependence(self.one, blocks, self.ranks.result_blocks)
-        self._meet_all(base, dependence)
+        try:
+            self._meet_all(base, dependence)
+        except RefutedError as refuted:
+            refuted.lookup = lookup_of_all(self.ranks, self.one, base)
+            raise
         self._require_decided(dependence)
 
     def _meet_all(self, base: Draw, dependence: Dependence) -> None:
@@ -135,7 +147,9 @@ class Comparison:
         for number, style in enumerate(TIED if self._ties else ()):
             if number < _TIES or self._seen[0].lacks_ties or 0 < self._uneven < _UNEVEN:
                 self._try(replace(next(draws), style=style), partly=True)
-        asks_finite = not ASK_FINITE.isdisjoint(self.one.operators | self.ranks.operators)
+        asks_finite = self._asks_finite or not ASK_FINITE.isdisjoint(
+            self.one.operators | self.ranks.operators
+        )
         in_pieces = asks_finite or any(seen.true or seen.false for seen in self._seen)
         are_several = sum(is_real(like.dtype) for like in self.one.likes.values()) > 1
         special = APART * are_several + ODD * in_pieces
@@ -303,6 +317,7 @@ class Comparison:
         self._loses_bits |= one.loses_bits or ranks.loses_bits
         self._bounds |= {each for each in one.bounds | ranks.bounds if 1 < abs(each) < LARGE}
         self._summarizes |= one.summarizes or ranks.summarizes
+        self._asks_finite |= one.asks_finite or ranks.asks_finite
         self._unknown = self._unknown or one.unknown or ranks.unknown
         self.zero -= {n for n, x in expected.items() if n in one.fixed or _size(x) > ZERO}
         told = expected.keys() - self.zero

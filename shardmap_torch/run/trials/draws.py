@@ -141,8 +141,10 @@ ODD: Final = (
 APART: Final = tuple(Style(decades=sign * by) for by in (2.0, 5.0) for sign in (1, -1))
 """Styles in which a number that ranks have of their own is not hidden by a large one of all."""
 
-UNDEFINED: Final = tuple(Style(odd=odd) for odd in (math.nan, math.inf, -math.inf))
-"""Styles for programs that ask whether numbers are finite."""
+UNDEFINED: Final = tuple(
+    Style(odd=odd, scale=scale) for odd in (math.nan, math.inf, -math.inf) for scale in (1.0, 1e3)
+)
+"""Styles for programs that ask whether numbers are finite; others exceed what stands for them."""
 
 TIED: Final = (
     *(Style(tied=True, scale=scale) for scale in (1.0, 0.3, 0.0)),

@@ -94,7 +94,8 @@ class Entries:
         if operators.name_of(op) in operators.CARRYING:
             given = {name: self._refer(value) for name, value in arguments.items()}
             for place, x in enumerate(out):
-                self._made.setdefault(self._key(x), (op, given, place))
+                if _Moved(self._key(x)) not in given.values():  # a view of all is no other one
+                    self._made.setdefault(self._key(x), (op, given, place))
 
     def write(self, x: Tensor) -> None:
         """Notes that a tensor is written, after which its memory has other entries."""

@@ -111,6 +111,7 @@ class Watched(Unwatched):
         loses_bits: whether it makes numbers of them that are equal more often.
         ties: whether equal entries may matter in it.
         summarizes: whether it makes one boolean or integer of many entries.
+        asks_finite: whether it compares a number with itself, which is no number then.
         unknown: what is raised at the end, unless the ranks compute something else.
         origins: what its values come from.
         entries: which of their entries are the same.
@@ -132,6 +133,7 @@ class Watched(Unwatched):
     loses_bits: bool = False
     ties: bool = False
     summarizes: bool = False
+    asks_finite: bool = False
     unknown: UntriedError | None = None
     origins: Origins = field(default_factory=Origins)
     entries: Entries = field(default_factory=Entries)
@@ -214,12 +216,14 @@ class Watched(Unwatched):
         for x in xs:
             self.origins.note(x, False, Places())
 
-    def note_moved(self, made: Ranks, operands: Ranks, adds: bool) -> None:
+    def note_moved(self, made: Ranks, operands: Ranks, adds: bool, copies: bool) -> None:
         fixed = all(map(self.origins.is_fixed, operands))
         places = Places() if adds or fixed else self.origins.entries_of(operands)
         is_unordered = any(map(self.origins.is_unordered, operands))
         for y in made:
             self.origins.note(y, fixed, places, is_unordered)
+        for x, y in zip(operands, made, strict=True) if copies else ():
+            self.entries.carry(_RESHAPE, {"self": x, "shape": y.shape}, [y])
 
     def summarize(self, met: Condition, rank: int, flags: Tensor) -> None:
         """Notes a summary of one rank's entries."""
@@ -354,16 +358,19 @@ class _Call:
         same = self._same(name, free)
         if found is None or same is None:
             return found
+        # Whether a number is one: x != x asks.
+        watched.asks_finite |= free[0].is_floating_point() and bool(same.any())
         return [(each, is_open & ~same) for each, is_open in found]
 
     def _same(self, name: str, free: Sequence[Tensor]) -> Tensor | None:
-        """Returns where integers are compared with themselves; numbers may be none: x != x asks."""
-        if name not in operators.COMPARED or len(free) != 2 or free[0].is_floating_point():
+        """Returns where entries are compared with themselves."""
+        if name not in operators.COMPARED or len(free) != 2:
             return None
         return self.watched.entries.are_same(*free)
 
     def _bounds(self, name: str, free: Sequence[Tensor]) -> Bounds | None:
-        same = self._same(name, free)
+        may_ask = free[0].is_floating_point() and name not in ("lt", "gt")
+        same = None if may_ask else self._same(name, free)
         if same is not None and same.numel() and bool(same.all()):
             return int(self.out.min()), int(self.out.max())
         return operators.bounds(name, self.arguments, self.watched.origins.bounds_of)
@@ -478,6 +485,8 @@ def _filled(x: Any, number: float) -> Any:
 _CASTS: Final = ("_to_copy", "to")
 
 _SMALL: Final = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+
+_RESHAPE: Final = torch.ops.aten.reshape.default
 
 _BITS: Final = torch.ops.aten.view.dtype
 

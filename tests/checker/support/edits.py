@@ -145,6 +145,13 @@ def _option(tree: ast.AST, option: str, value: str, name: str, line: str) -> Non
     _set(_call(tree, name, line), option, value)
 
 
+def _offset(tree: ast.AST, value: str, name: str, line: str) -> None:
+    """Edits `offset VALUE in shift`, or `each pair turned round in ppermute`, at FILE:LINE."""
+    args = _call(tree, name, line).args
+    pairs = f"[(t, s) for s, t in {ast.unparse(args[2])}]"
+    args[2] = _expression(value if name == "shift" else pairs)
+
+
 def _set(call: ast.Call, option: str, value: str) -> None:
     call.keywords = [each for each in call.keywords if each.arg != option]
     call.keywords.append(ast.keyword(option, _expression(value)))
@@ -280,6 +287,8 @@ _FORMS: Final[tuple[tuple[str, Edit], ...]] = (
     (r"^return (.+)$", _return),
     (r"^leave out (\w+)" + _AT, _left_out),
     (r"^(op|dst|dim)=(\S+) in (\w+)" + _AT, _option),
+    (r"^offset (\S+) in (shift)" + _AT, _offset),
+    (r"^each pair (turned round) in (ppermute)" + _AT, _offset),
     (r"^(.+) in place of (.+) in (\w+)" + _AT, _operand),
     (r"^(.+) in place of (\w+)" + _AT, _instead),
 )

@@ -69,7 +69,42 @@ def padded(x: Tensor) -> Pair:
     return top(torch.where(columns < 37, x, float("-inf")), 3)
 
 
+def maximum(x: Tensor) -> Pair:
+    values, at = x.max(-1)
+    return values, at
+
+
+def place(
+    x: Tensor,
+    own: Callable[[Tensor], Pair] = maximum,
+    at_top: Callable[[Tensor, Tensor], Tensor] = torch.eq,
+    op: Any = "min",
+    off: Callable[[int], Any] = lambda n: axis_index("tp") * n,
+    other: int = 10**9,
+) -> Tensor:
+    """The column of the largest of each row, of those of ranks that have it."""
+    best, at = own(x)
+    is_top = at_top(best, all_reduce(best, "tp", op="max", dst=I))
+    return all_reduce(torch.where(is_top, at + off(x.shape[-1]), other), "tp", op=op, dst=I)
+
+
+def by_argmax(x: Tensor) -> Pair:
+    return x.amax(-1), x.argmax(-1)
+
+
+def filled(x: Tensor, is_number: Callable[[Tensor], Tensor] = lambda y: y == y) -> Tensor:
+    """The largest, with a number in place of a rank's own that is none."""
+    own = x.amax(-1).detach()
+    return all_reduce(torch.where(is_number(own), own, 7.0), "tp", op="max", dst=I)
+
+
 RIGHT: Final[dict[str, tuple[Body, int, tuple[int, ...]]]] = {
+    "places of the largest": (place, 2, (6, 8)),
+    "of four ranks": (place, 4, (6, 16)),
+    "by argmax": (lambda x: place(x, by_argmax), 2, (6, 8)),
+    "by no less": (lambda x: place(x, at_top=torch.ge), 2, (6, 8)),
+    "by not less": (lambda x: place(x, at_top=lambda a, b: ~(a < b)), 2, (6, 8)),
+    "of views": (lambda x: place(x.detach()[None].squeeze(0)), 2, (6, 8)),
     "eight ranks": (lambda x: top(x, 3), 8, (3, 80)),
     "eight ranks, all in one part": (lambda x: top(x, 8), 8, (3, 80)),
     "eight ranks, one row": (lambda x: top(x, 3), 8, (1, 80)),
@@ -87,7 +122,7 @@ RIGHT: Final[dict[str, tuple[Body, int, tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.sample(4, "few columns", "of shares, which may underflow")
+@pytest.mark.sample(4, "places of the largest", "few columns", "of shares, which may underflow")
 @pytest.mark.parametrize("name", RIGHT)
 def test_the_largest_of_a_sharded_row_are_tried_with_each_part_the_highest(name: str) -> None:
     body, ranks, shape = RIGHT[name]
@@ -136,6 +171,16 @@ def last_of_equal(x: Tensor) -> tuple[Tensor, ...]:
 
 
 WRONG: Final[dict[str, tuple[Body, int, tuple[int, ...]]]] = {
+    "places of a shard": (lambda x: place(x, off=lambda n: 0), 2, (6, 8)),
+    "places summed": (lambda x: place(x, op="sum", other=0), 2, (6, 8)),
+    "places summed, by argmax": (lambda x: place(x, by_argmax, op="sum", other=0), 2, (6, 8)),
+    "the last of equal ones": (lambda x: place(x, op="max", other=-1), 2, (6, 8)),
+    "places by ranks": (lambda x: place(x, off=lambda n: axis_index("tp")), 2, (6, 8)),
+    "a place that others have": (lambda x: place(x, other=5), 2, (6, 8)),
+    "what is not the largest": (lambda x: place(x, at_top=torch.ne), 2, (6, 8)),
+    "what is no more": (lambda x: place(x, at_top=torch.le), 2, (6, 8)),
+    "a number for none": (filled, 2, (6, 8)),
+    "one that isnan sees": (lambda x: filled(x, lambda y: ~y.isnan()), 2, (6, 8)),
     "one too few of each": (lambda x: top(x, 3, off=int(axis_size("tp") > 1)), 8, (3, 80)),
     "seven of eight, one row": (lambda x: top(x, 8, off=int(axis_size("tp") > 1)), 8, (1, 80)),
     "too few of few": (lambda x: top(x, 2, off=int(axis_size("tp") > 1)), 2, (3, 8)),
@@ -150,7 +195,13 @@ WRONG: Final[dict[str, tuple[Body, int, tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.sample(4, "where a rank has zeros", "a gradient on each rank with it")
+@pytest.mark.sample(
+    4,
+    "places summed",
+    "a number for none",
+    "where a rank has zeros",
+    "a gradient on each rank with it",
+)
 @pytest.mark.parametrize("name", WRONG)
 def test_other_largest_ones_and_what_is_wrong_beside_equal_ones_are_refused(name: str) -> None:
     body, ranks, shape = WRONG[name]

@@ -82,6 +82,22 @@ STACKED: Final = "gather along the dim that the blocks are of, with tiled=True."
 """About values of several ranks along a dim of their own."""
 
 
+CUT: Final = (
+    "compare positions, in a sharded dim the rank's own, as rows[:, None] >= torch.arange(columns) "
+    "(<= for triu) with rows = torch.arange(n) + axis_index(axis) * n, and hide by "
+    "torch.where(mask, x, 0)."
+)
+"""Advice for a triangle of a part of the rows or columns."""
+
+PICKED: Final = (
+    "it tells which ranks have the {} over {!r}, from {}",
+    "of the indices that these ranks have take one: count them from the first rank's on, as "
+    "at + axis_index({1!r}) * x.shape[dim], and all_reduce them over {1!r} with op='min', "
+    "elsewhere with a number beyond all; or gather the dim first, with all_gather.",
+)
+"""Words for a comparison that tells which ranks have an extremum of all, and advice."""
+
+
 def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
     """Returns advice for a gather of a dim that the axes do not shard, or not within."""
     shards = {axis: x.sharded_by(axis) for axis in axes}

@@ -74,7 +74,9 @@ def _reject_counted(step: Step, rule: Rule) -> None:
     for name, value in step.arguments.items():
         counts = any(step_of(dim) is not None for x in shards_of(value) for dim in x.dims)
         if counts and (rule, name) not in _COUNTED:
-            raise UnrelatedError(*counted(name, step.op._schema.name == DRAW))
+            is_draw = step.op._schema.name == DRAW
+            made = None if is_draw else step.tensors_of(name)[0]
+            raise UnrelatedError(*counted(name, is_draw), made)
 
 
 def _copied(step: Step) -> list[Sharded]:
@@ -250,6 +252,7 @@ RULES: Final[Mapping[OpOverload, Rule]] = {
         (letters.product("mk,k->m"), "mv addmv"),
         (letters.product("k,k->"), "dot vdot"),
         (letters.grouped_products, "_grouped_mm"),
+        (letters.triangle, "tril tril_ triu triu_"),
         (letters.bags, "_embedding_bag _embedding_bag_forward_only"),
     )
     for op in overloads(names)

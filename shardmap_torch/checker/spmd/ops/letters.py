@@ -27,7 +27,7 @@ from shardmap_torch.checker.spmd.layout import (
     size_of_one_rank,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops.advice import STATISTICS
+from shardmap_torch.checker.spmd.ops.advice import CUT, STATISTICS
 from shardmap_torch.checker.spmd.sharded import WRAP, Rule, Sharded, Step
 
 Words = Mapping[str, str]
@@ -119,10 +119,23 @@ def each(count: int) -> Rule:
     return rule
 
 
+def triangle(step: Step) -> list[Sharded]:
+    """Lays out a triangle of each matrix.
+
+    Raises:
+        UnrelatedError: a rank has a part of the rows or columns, which it counts from 0.
+    """
+    try:
+        return each(2)(step)
+    except UnrelatedError:
+        raise UnrelatedError(
+            "it counts the rows and columns that a rank has, from 0", CUT
+        ) from None
+
+
 EACH: Final = {
     1: "reflection_pad1d replication_pad1d",
-    2: "tril tril_ triu triu_ reflection_pad2d replication_pad2d _linalg_eigh _linalg_svd linalg_qr"
-    " col2im",
+    2: "reflection_pad2d replication_pad2d _linalg_eigh _linalg_svd linalg_qr col2im",
     3: "reflection_pad3d replication_pad3d im2col",
 }
 """Operations on each of the tensors that the last dims, as many as this, hold."""
