@@ -161,9 +161,9 @@ def _fix(one: str, other: str, default: str) -> str:
 
 
 _CODE: Final = (
-    "Fix: run the same code with the same Python values on every process, and pass the same "
-    "DTensors: a clone, or a new one of equal values, is another. What depends on the rank inside "
-    "of a body is the tensor axis_index(axis)."
+    "Fix: run the same code with the same Python values and modes (train() and eval() too) on "
+    "every process, and pass the same DTensors: a clone, or a new one of equal values, is another. "
+    "What depends on the rank inside of a body is the tensor axis_index(axis)."
 )
 _HASH: Final = re.compile(r", hash \w+")
 _DTYPE: Final = re.compile(r"\b(float|int|uint|bfloat|complex|bool)\d*\[")

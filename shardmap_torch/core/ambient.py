@@ -32,7 +32,7 @@ def silently() -> Iterator[None]:
 
 
 _PRINTED: Final[ContextVar[bool | None]] = ContextVar("printed", default=None)
-"""Whether a body has printed in a check, which runs it several times; None outside of one."""
+"""True where a body has printed in a check, which runs it several times; None outside of one."""
 
 
 class _Once:

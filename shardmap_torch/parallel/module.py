@@ -369,10 +369,12 @@ class _ParallelCall:
         forward: Callable[..., Any] = rebind(self._own)
         return forward
 
-    def check_state(
-        self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any
-    ) -> None:
-        """Requires that a state that is loaded is not that of one rank on all of them."""
+    def check_state(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Requires that a state that is loaded is not that of one rank on all of them.
+
+        Plain values are global ones, as of one device, of which each rank keeps its shard.
+        """
+        self._keep_shards(f"{type(module).__name__}.load_state_dict", state, prefix)
         sizes = self._mesh.shape
         shards = {
             name: value.to_local()
@@ -381,6 +383,26 @@ class _ParallelCall:
             and isinstance(value := state.get(prefix + name), DTensor)
         }
         reject_equal_shards(type(module).__name__, self._mesh, shards)
+
+    def _keep_shards(self, name: str, state: dict[str, Any], prefix: str) -> None:
+        named: dict[str, Any] = {path: state.get(prefix + path) for path in self._renewed()}
+        plain: dict[str, Tensor] = {
+            path: new
+            for path, new in named.items()
+            if type(new) in (Tensor, nn.Parameter) and new.shape == self._renewed()[path].shape
+        }
+
+        def describe(values: dict[str, Tensor]) -> Iterator[str]:
+            for path, x in values.items():
+                yield f"  {path}: {show_shape(x.dtype, x.shape)}, hash {hash_text(x)}"
+
+        def keep(values: dict[str, Tensor]) -> None:
+            for path, x in values.items():
+                split, spec = self.plan.splits[path], self.plan.specs[path]
+                state[prefix + path] = _put(self._mesh, x, split, spec, None)
+
+        if plain:
+            compared(name, self._mesh, lambda: plain, describe, keep)
 
     def plan_below(self, path: str) -> Plan:
         """Returns the plan of the module at a path, for a call of it alone."""
@@ -757,17 +779,20 @@ def _warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
         warn_explicit(message, UserWarning, *warned_at(call_site()), registry={})
 
 
+def _put(
+    mesh: Mesh, value: Tensor, split: Split | None, spec: P, src_data_rank: int | None
+) -> DTensor:
+    placements = placements_of_split(mesh, split, spec)
+    on = mesh.device_mesh
+    return distribute_tensor(value.detach(), on, placements, src_data_rank=src_data_rank)
+
+
 def _place(module: nn.Module, mesh: Mesh, plan: Plan, src_data_rank: int | None) -> None:
     """Replaces all parameters by DTensors with the same hooks, gradients and attributes.
 
     A shared one stays shared.
     """
-
-    def put(value: Tensor, split: Split | None, spec: P) -> DTensor:
-        placements = placements_of_split(mesh, split, spec)
-        return distribute_tensor(
-            value.detach(), mesh.device_mesh, placements, src_data_rank=src_data_rank
-        )
+    put = partial(_put, mesh, src_data_rank=src_data_rank)
 
     def remade(name: str, old: Any) -> Any:
         split, spec = plan.splits[name], plan.specs[name]

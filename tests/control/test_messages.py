@@ -20,8 +20,9 @@ def test_batches_of_other_sizes_are_told_of_a_loader_and_drop_last() -> None:
         "  rank 0: x: float32[8, 8], P('dp')\n"
         "  rank 1: x: float32[6, 8], P('dp')\n"
         "where: ranks 0, 1 at train.py:9\n"
-        "Fix: run the same code with the same Python values on every process, and pass the same "
-        "DTensors: a clone, or a new one of equal values, is another. What depends on the rank "
+        "Fix: run the same code with the same Python values and modes (train() and eval() too) on "
+        "every process, and pass the same DTensors: a clone, or a new one of equal values, is "
+        "another. What depends on the rank "
         f"inside of a body is the tensor axis_index(axis).{ROWS}"
     )
 

@@ -19,7 +19,15 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shardmap_torch import Mesh, RowwiseParallel, SpecError, make_mesh, parallel, parallelize
+from shardmap_torch import (
+    CollectiveMismatchError,
+    Mesh,
+    RowwiseParallel,
+    SpecError,
+    make_mesh,
+    parallel,
+    parallelize,
+)
 from tests.parallel import models
 from tests.parallel.support.plans import mlp_plan
 from tests.parallel.support.training import CASES, both, train
@@ -164,7 +172,7 @@ def load_of_one_rank(folder: str) -> None:
     expected, whole = module(x), StateDictOptions(full_state_dict=True)
     torch.save(module.state_dict(), files[mesh.rank])
     model_state = get_model_state_dict(module, options=whole)
-    dist.barrier()
+    plain = {key: x.full_tensor() for key, x in module.state_dict().items()}
     for other in (
         copy.deepcopy(module),
         parallelize(models_from_seed(2), mesh, mlp_plan(parallel)),
@@ -183,6 +191,13 @@ def load_of_one_rank(folder: str) -> None:
         nn.init.zeros_(other.get_parameter("0.weight"))
         set_model_state_dict(other, model_state, options=whole)
         assert torch.equal(other(x), expected)
+        nn.init.zeros_(other.get_parameter("0.weight"))
+        other.load_state_dict(plain)  # as of one device
+        assert torch.equal(other(x), expected)
+    with pytest.raises(CollectiveMismatchError) as unequal:
+        module.load_state_dict({key: x + mesh.rank for key, x in plain.items()})
+    told = "Sequential.load_state_dict: processes run different programs. The first difference:\n"
+    assert f"{unequal.value}".startswith(f"{told}  rank 0: 0.weight: float64["), unequal.value
 
 
 def test_shards_of_one_rank_are_not_loaded_by_all(gloo: Gloo, tmp_path: Path) -> None:

@@ -102,8 +102,9 @@ def test_the_first_difference_of_two_programs_is_told_on_every_rank(gloo: Gloo) 
         f"  rank 0: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=1.0)  {line}\n"
         f"  rank 1: %1: float32[1] {{i: V}} = mul(input x (P('i')); other=2.0)  {line}\n"
         f"where: ranks 0, 1 at test_agreement.py:{call.__code__.co_firstlineno + 2}\n"
-        "Fix: run the same code with the same Python values on every process, and pass the same "
-        "DTensors: a clone, or a new one of equal values, is another. What depends on the rank "
+        "Fix: run the same code with the same Python values and modes (train() and eval() too) on "
+        "every process, and pass the same DTensors: a clone, or a new one of equal values, is "
+        "another. What depends on the rank "
         "inside of a body is the tensor axis_index(axis)."
     )
     assert more.splitlines()[1] == "  rank 0: backward:"

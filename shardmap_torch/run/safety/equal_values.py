@@ -265,8 +265,9 @@ _TANGENT: Final = 1 << 32
 """The place of the tangent of a leaf is this much higher."""
 
 _COPIED: Final = (
-    "make the copies equal, as by a broadcast or a checkpoint; a rank has left an update out, or "
-    "has changed its copy or its gradient alone, as by a clip under `if mesh.rank == 0:`. Of a "
+    "make the copies equal, as by a broadcast or a checkpoint; a rank has left an update out, "
+    "has another learning rate, or has changed its copy or its gradient alone, as by a clip under "
+    "`if mesh.rank == 0:`. Of a "
     "batch, ranks that share a shard take the same rows: count the shards, not the ranks, in a "
     "sampler."
 )
