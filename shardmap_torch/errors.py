@@ -97,6 +97,9 @@ _MAX_SHOWN: Final = 500
 MAX_LINES: Final = 40
 """Maximal number of lines of a message."""
 
+TRIED: Final = "Tried, and accepted also by check='global': "
+"""The start of the line that names a repair which was tried."""
+
 
 def show(value: object) -> str:
     """Formats a value for an error: the first line, shortened; its type if `repr` fails.

@@ -25,10 +25,12 @@ from shardmap_torch.checker.queries import closed_over
 from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.source_location import call_site, error_site, users_part, warned_at
 from shardmap_torch.core.torch_private.engine import leave_uncompiled
+from shardmap_torch.core.torch_private.fake_modes import CheckMode
 from shardmap_torch.core.tree import Tree, flatten, map_leaves
 from shardmap_torch.errors import CollectiveError, ShardTypeError, SpecError, show, show_shape
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.mixing.results import guarded
+from shardmap_torch.parallel.amended import amend, note_place
 from shardmap_torch.parallel.buffers import copied, write_buffers, written_into
 from shardmap_torch.parallel.caches import (
     Held,
@@ -47,7 +49,7 @@ from shardmap_torch.parallel.data import Data, read_data
 from shardmap_torch.parallel.equal_rows import reject_equal_shards
 from shardmap_torch.parallel.forwards import Shared, style_forward
 from shardmap_torch.parallel.losses import WholeBatch, WholeBatchNorm
-from shardmap_torch.parallel.plan import Plan, Style, make_plan
+from shardmap_torch.parallel.plan import ROOT, Plan, Style, is_style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import is_within_body, untracked, within_body
 from shardmap_torch.parallel.units import Units
@@ -286,6 +288,13 @@ class _ParallelCall:
         return self._remake()
 
     @cached_property
+    def _planned(self) -> tuple[str, ...]:
+        """The axes of which errors are for the plan to mend, see `amended`."""
+        axis = self.plan.axis
+        is_open = self.plan.styles and not self._is_part and self._mesh.shape[axis] > 1
+        return (axis,) if is_open else ()
+
+    @cached_property
     def _inputs(self) -> Inputs:
         name, names = type(self._module).__name__, input_names(self._own)
         return Inputs(name, self._mesh, self.plan, self._specs[0], names, self._is_part)
@@ -347,13 +356,15 @@ class _ParallelCall:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caches: list[Any] = []
-        args, kwargs = take_out((args, kwargs), caches)
+        given, (args, kwargs) = (args, kwargs), take_out((args, kwargs), caches)
         if caches:
             _reject_caches(self._mesh, self.plan.data)
         try:
             with _WITHOUT_FAST_PATH(), untracked():
                 found = self._with_specs(_call, args, kwargs, caches)
         except Exception as error:  # frames of this package say nothing
+            if not caches:
+                self._amend(error, *given)
             error.__traceback__ = users_part(error)
             raise
         write_buffers(self._module, found[-1])
@@ -473,6 +484,22 @@ class _ParallelCall:
         ]
         return SpecError("\n".join(lines))
 
+    def _amend(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Says of an error about shards of the plan's axis which change of the plan mends it."""
+        if self._is_part:
+            return
+        module, mesh, styles, *rest = cast(Any, self._remake).args
+
+        def accepts(styles: Mapping[str, Style]) -> None:
+            call = copy(self)
+            call._remake = partial(make_plan, module, mesh, styles, *rest)
+            call._mapped, call._cached, call._planned = {}, {}, mesh.axis_names
+            for name in ("plan", "_inputs", "_outputs"):
+                vars(call).pop(name, None)
+            call.use(_check, args, kwargs)
+
+        amend(error, module, {ROOT: styles} if is_style(styles) else styles, accepts)
+
     def _use(
         self,
         use: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
@@ -527,6 +554,7 @@ class _ParallelCall:
         # A partial, not a method: the checker looks through it at the module and its code.
         body = partial(_body, self._module, self.plan, self._outputs, known)
         body.__name__ = type(self._module).__name__  # type: ignore[attr-defined]
+        body.planned = self._planned  # type: ignore[attr-defined]
         *_, tensors, counts = specs
         if 0 < len(tensors) == len(known.cached):  # as those of the next call
             body.carried = len(tensors + counts)  # type: ignore[attr-defined]
@@ -587,6 +615,19 @@ def _call(mapped: Callable[..., Any], values: tuple[Any, ...]) -> Any:
     return mapped(*values)
 
 
+def _check(mapped: Any, values: tuple[Any, ...]) -> None:
+    """Checks a call whose parameters are placed otherwise: of theirs it takes the shapes."""
+    parameters, *others = values
+    with CheckMode():
+        shapes = {
+            name: torch.empty(
+                x.shape, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
+            )
+            for name, x in parameters.items()
+        }
+    mapped._shardmap_verdict((shapes, *others), {}, "global")
+
+
 def _body(
     module: nn.Module,
     plan: Plan,
@@ -623,6 +664,8 @@ def _body(
             out = take_out(bound.root.forward(*args, **kwargs), caches)
     except Exception as error:  # of torch too, about shapes
         vars(error)[_LEFT] = shared.left
+        if isinstance(error, RuntimeError | ValueError | ShardTypeError):
+            note_place(error, bound.paths(), plan.axis)
         raise
     bound.check_unwritten()
     _reject_unbound(module)

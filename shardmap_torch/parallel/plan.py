@@ -150,14 +150,15 @@ def make_plan(
     entries.resolve({ROOT: styles} if isinstance(styles, ParallelStyle | str) else styles)
     splits = _splits(module, entries, axis)
     parameters = dict(module.named_parameters())
-    problems = [
-        f"{name}: {problem}"
+    problems = {
+        name: found
         for name, split in splits.items()
-        for problem in _indivisible(parameters[name].shape, split, axis, mesh)
-    ]
+        if (found := _indivisible(parameters[name].shape, split, axis, mesh))
+    }
     if problems:
         head = f"parallelize: these parameters cannot be sharded on the {mesh}:"
-        raise SpecError(listing(head, problems))
+        lines = [f"{name}: {each}" for name, found in problems.items() for each in found]
+        raise SpecError(listing(head, lines) + entries.without(problems))
     modules = {path: each for path, each in module.named_modules()}
     layouts = {path: layouts_of(style, modules[path]) for path, style in entries.styles.items()}
     return Plan(
@@ -269,8 +270,18 @@ class _Entries:
         yield from (f"{key!r}: {problem}" for problem in problems)
         self.styles[path], self._keys[path], self.words[path] = found, key, style
 
+    def without(self, names: Collection[str]) -> str:
+        """Advises to leave out the keys by which these parameters would be sharded."""
+        paths = [name.rpartition(".")[0] for name in names if name not in self.parameters]
+        keys = dict.fromkeys(self._keys[path] for path in paths if path in self._keys)
+        shown = ", ".join(map(repr, keys))
+        return (
+            f"\nFix: leave {shown} out of the plan, with what takes their results or gives them "
+            "their inputs as shards: each rank then has all of it."
+        ) * bool(keys)
+
     def _named(self, key: str) -> list[tuple[str, nn.Parameter]]:
-        return [pair for pair in self._module.named_parameters() if _is_match(pair[0], key)]
+        return [pair for pair in self._module.named_parameters() if is_matched(pair[0], key)]
 
 
 def _check_entries(plan: object) -> None:
@@ -282,7 +293,7 @@ def _check_entries(plan: object) -> None:
     wrong = [
         f"{show(key)}: {show(style) if isinstance(style, str) else type(style).__name__}"
         for key, style in plan.items()
-        if not (isinstance(key, str) and _is_style(style))
+        if not (isinstance(key, str) and is_style(style))
     ]
     if wrong:
         head = (
@@ -293,7 +304,8 @@ def _check_entries(plan: object) -> None:
         raise SpecError(listing(head, wrong))
 
 
-def _is_style(style: object) -> bool:
+def is_style(style: object) -> bool:
+    """Returns whether it is a style, or a word for one."""
     return style in WORDS if isinstance(style, str) else isinstance(style, KNOWN)
 
 
@@ -303,7 +315,7 @@ def _matches(module: nn.Module, key: str) -> Iterator[nn.Module]:
         yield module
         return
     for path, target in module.named_modules(remove_duplicate=False):
-        if path and _is_match(path, key):
+        if path and is_matched(path, key):
             yield target
 
 
@@ -328,7 +340,8 @@ def _sharing(style: Style, module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _is_match(path: str, key: str) -> bool:
+def is_matched(path: str, key: str) -> bool:
+    """Returns whether a key of a plan matches the path of a module or parameter."""
     return is_match(path.split("."), key.split("."))
 
 
@@ -380,7 +393,7 @@ def _splits(module: nn.Module, entries: _Entries, axis: str) -> dict[str, Split 
     names = {id(value): name for name, value in module.named_parameters()}
     splits: dict[str, Split | None] = dict(entries.parameters)
     owners: dict[str, str] = {}
-    problems: dict[str, None] = {}
+    problems: dict[str, str] = {}
     modules = dict(module.named_modules())
     for path in sorted(modules, key=lambda path: path not in entries.styles):  # styles first
         target = modules[path]
@@ -393,17 +406,31 @@ def _splits(module: nn.Module, entries: _Entries, axis: str) -> dict[str, Split 
             if path not in entries.styles and kind_of(target) is None and name in splits:
                 continue  # it may hold the parameter without a use of it, and its use is checked
             if splits.setdefault(name, split) != split:
-                problems[_differs(name, (path, owner), (split, splits[name]), axis)] = None
+                users = {path: split, owner: splits[name]}
+                one, other = (repr(spec_of_split(each, axis)) for each in users.values())
+                shown = f"{path!r} needs it by {one}, and {owner!r} by {other}"
+                problems[f"{name}: is shared; {shown}"] = _alike(modules, users)
     if problems:
-        raise SpecError(
-            listing("parallelize: modules that share a parameter must shard it alike:", [*problems])
-        )
+        head = "parallelize: modules that share a parameter must shard it alike:"
+        fixes = dict.fromkeys(filter(None, problems.values()))
+        raise SpecError("\n".join([listing(head, [*problems]), *fixes]))
     return splits
 
 
-def _differs(
-    name: str, paths: tuple[str, str], splits: tuple[Split | None, Split | None], axis: str
-) -> str:
-    this, other = (repr(spec_of_split(split, axis)) for split in splits)
-    fix = f"; give {paths[0]!r} a style too" if splits[0] is None else ""
-    return f"{name}: is shared; {paths[0]!r} needs it by {this}, and {paths[1]!r} by {other}{fix}"
+def _alike(modules: Mapping[str, nn.Module], users: Mapping[str, Split | None]) -> str:
+    """Advises the style by which one of two modules shards their weight as the other does.
+
+    One without a style, or else an Embedding, gets it.
+    """
+    for path in sorted(users, key=lambda path: users[path] is not None):
+        (wanted,) = (split for other, split in users.items() if other != path)
+        is_free = users[path] is None or isinstance(modules[path], nn.Embedding)
+        for word in (*_OF_EMBEDDINGS, *_OF_LINEARS) if is_free else ():
+            is_own = (word in _OF_EMBEDDINGS) == isinstance(modules[path], nn.Embedding)
+            if is_own and _own_splits(WORDS[word].style, modules[path]).get("weight") == wanted:
+                return f"Fix: {{{path!r}: {word!r}}} in the plan, which shards it alike."
+    return ""
+
+
+_OF_EMBEDDINGS: Final = ("embedding_rowwise", "embedding_colwise")
+_OF_LINEARS: Final = ("colwise_gather_output", "rowwise_split_input")

@@ -78,6 +78,10 @@ class BoundModule:
             if x is not None and id(x) not in self._tensors:  # a shared one is under its first name
                 self._tensors[id(x)] = others[start + name]
 
+    def paths(self) -> dict[int, str]:
+        """Returns the path of each copy of a module, by its identity."""
+        return {id(copy): self._modules[own] for own, copy in self._copies.items()}
+
     def check_unwritten(self) -> None:
         """Requires that the forward has not set attributes, which would be lost.
 

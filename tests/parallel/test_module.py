@@ -201,8 +201,8 @@ def test_what_a_loss_refuses_is_an_error_that_says_how_to_gather_logits() -> Non
     x, plan = torch.ones(4, 8), {"head": "colwise"}
     text = error_of(SpecError, Model(), plan, x, x)
     assert "of 'tp' has: Using a target size (torch.Size([4, 8])) that is different" in text
+    assert "\n  'head' leaves its output sharded\n" in text
     assert (
-        "\n  'head' leaves its output sharded\n"
         "Fix: gather it, by output_layouts=Replicate() in the style of 'head' (in words, "
         "colwise_gather_output), and where a RowwiseParallel takes it, say "
         "input_layouts=Replicate(); or choose heads"

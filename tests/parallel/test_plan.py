@@ -90,7 +90,9 @@ def test_parameters_that_do_not_divide_are_listed_with_the_arithmetic() -> None:
         "parallelize: these parameters cannot be sharded on the simulated mesh (dp=2, tp=3):\n"
         "  0.weight: dim 0 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)\n"
         "  0.bias: dim 0 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)\n"
-        "  2.weight: dim 1 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)"
+        "  2.weight: dim 1 has size 10, which does not divide over 'tp' = 3 ranks (10 = 3*3 + 1)\n"
+        "Fix: leave '0', '2' out of the plan, with what takes their results or gives them their "
+        "inputs as shards: each rank then has all of it."
     )
 
 
@@ -102,13 +104,15 @@ def test_a_shared_parameter_that_two_modules_shard_differently_is_an_error() -> 
     assert refused(module, plan) == (
         "parallelize: modules that share a parameter must shard it alike:\n"
         "  embedding.weight: is shared; 'output' needs it by P('tp'), and 'embedding' by "
-        "P(None, 'tp')"
+        "P(None, 'tp')\n"
+        "Fix: {'embedding': 'embedding_rowwise'} in the plan, which shards it alike."
     )
     assert refused(module, {"output": "colwise_gather_output"}) == (
         "parallelize: modules that share a parameter must shard it alike:\n"
-        "  embedding.weight: is shared; 'embedding' needs it by P(), and 'output' by P('tp'); give "
-        "'embedding' a style too"
+        "  embedding.weight: is shared; 'embedding' needs it by P(), and 'output' by P('tp')\n"
+        "Fix: {'embedding': 'embedding_rowwise'} in the plan, which shards it alike."
     )
+    parallelize(module, MESH, {**plan, "embedding": "embedding_rowwise"})
 
 
 def test_what_is_no_plan_no_module_no_axis_or_parallel_already_is_an_error() -> None:

@@ -112,10 +112,12 @@ def test_a_plan_that_shards_a_tied_weight_in_two_ways_is_refused_by_its_name(lef
     with pytest.raises(SpecError) as caught:
         parallelize(model, SIMULATED, plan)
     other = {"lm_head": "model.embed_tokens"}.get(left_out, "lm_head")
+    word = "embedding_rowwise" if other == "lm_head" else "colwise_gather_output"
     assert str(caught.value) == (
         "parallelize: modules that share a parameter must shard it alike:\n"
         f"  model.embed_tokens.weight: is shared; {left_out!r} needs it by P(), and {other!r} by "
-        f"P('tp'); give {left_out!r} a style too"
+        "P('tp')\n"
+        f"Fix: {{{left_out!r}: {word!r}}} in the plan, which shards it alike."
     )
 
 

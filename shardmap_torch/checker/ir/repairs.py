@@ -17,7 +17,7 @@ from torch import Tensor
 from shardmap_torch import ops
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site, user_call
-from shardmap_torch.errors import MAX_LINES, ShardTypeError
+from shardmap_torch.errors import MAX_LINES, TRIED, ShardTypeError
 from shardmap_torch.ops.reading import Reading
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType
@@ -242,10 +242,6 @@ def propose(error: ShardTypeError, repairs: Iterable[Repair], first: bool = Fals
     """Adds repairs to those that could be tried, after those that are known or before them."""
     known, more = rejection_of(error).proposals, tuple(repairs)
     rejection_of(error).proposals = (*more, *known) if first else (*known, *more)
-
-
-TRIED: Final = "Tried, and accepted also by check='global': "
-"""The start of the line that names a repair which was tried."""
 
 
 def with_tried(error: ShardTypeError, repair: Repair | None, is_compared: bool) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import Match
-from shardmap_torch.checker.ir.repairs import FIRST, NONE, TRIED, Repair, rejection_of, with_tried
+from shardmap_torch.checker.ir.repairs import FIRST, NONE, Repair, rejection_of, with_tried
 from shardmap_torch.checker.verify.request import Strictness
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import TRIED, ShardTypeError
 from shardmap_torch.spec import Entry, P, mismatches
 
 if TYPE_CHECKING:  # what gives verdicts searches for repairs
@@ -49,6 +49,19 @@ _NUMBERS: Final = 3
 """Maximal number of these that are tried by random numbers, where layouts prove nothing."""
 
 
+def _is_of_plan(call: Call, error: Exception) -> bool:
+    """Returns whether an error is for a module's plan to mend, not for collectives in the module.
+
+    The function has the axes of which such errors are; the error gets the number of tries.
+    """
+    axes = getattr(call.function, "planned", ())
+    named = {each for each in call.mesh.axis_names if repr(each) in f"{error}"}
+    if not axes or (named and named.isdisjoint(axes)):
+        return False
+    vars(error)["tries"] = _TRIES
+    return True
+
+
 def find_repair(
     call: Call, error: ShardTypeError, strictness: Strictness, attempt: Attempt, confirm: Confirm
 ) -> ShardTypeError:
@@ -57,6 +70,8 @@ def find_repair(
     Under global strictness too: well-typed is not enough, as a sum of updated weights is that, and
     another program on one device. It is the error of the other strictness if that has the repair.
     """
+    if _is_of_plan(call, error):
+        return error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of shapes that nobody has written
         return _Search(call, error, strictness, attempt, confirm).result() if _TRIES else error
@@ -69,6 +84,8 @@ def note_spec(
 
     Inputs are tried first that are sharded otherwise than others of their sizes.
     """
+    if _is_of_plan(call, error):
+        return
 
     def differs(position: int) -> tuple[bool, bool]:
         own, x = call.match.spec(position), call.leaves[position]

@@ -1,0 +1,145 @@
+"""A wrong plan is refused at the module that fails, with a change of the plan that is right."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn import functional
+
+from shardmap_torch import (
+    ColwiseParallel,
+    RowwiseParallel,
+    ShardMapError,
+    full,
+    make_mesh,
+    parallel,
+    parallelize,
+)
+from shardmap_torch.parallel import LocalAttributes
+from tests.parallel import models
+from tests.parallel.support.plans import llama_plan
+from tests.programs.support.harness import worker_mesh
+from tests.support import golden
+from tests.support.pool import Gloo
+
+
+class Block(nn.Module):
+    def __init__(self, local: bool) -> None:
+        super().__init__()
+        self.heads = -1 if local else 4
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (
+            each(x).view(b, t, self.heads, 2).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.o(y.transpose(1, 2).reshape(b, t, -1))
+        out: Tensor = x + self.down(functional.gelu(self.up(x)))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, local: bool = True) -> None:
+        super().__init__()
+        self.emb, self.pos = nn.Embedding(12, 8), nn.Embedding(4, 8)
+        self.blocks = nn.ModuleList([Block(local)])
+        self.head = nn.Linear(8, 12)
+        self.double()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.emb(ids) + self.pos(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+PLAN: dict[str, Any] = {
+    "emb": RowwiseParallel(input_layouts=Replicate()),
+    "blocks.*.q": ColwiseParallel(),
+    "blocks.*.k": ColwiseParallel(),
+    "blocks.*.v": ColwiseParallel(),
+    "blocks.*.o": RowwiseParallel(),
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+IDS = torch.arange(8).view(2, 4)
+
+MISTAKES: dict[str, dict[str, Any]] = {
+    "a value projection is missing": {"blocks.*.v": None},
+    "an output projection is missing": {"blocks.*.o": None},
+    "two styles have changed places": {
+        "blocks.*.up": RowwiseParallel(),
+        "blocks.*.down": ColwiseParallel(),
+    },
+    "positions beside shards of a sequence": {
+        "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    },
+    "logits stay sharded": {"head": ColwiseParallel()},
+    "all heads are asked for": {},
+}
+
+
+def plan_with(changes: dict[str, Any]) -> dict[str, Any]:
+    return {key: style for key, style in {**PLAN, **changes}.items() if style is not None}
+
+
+def refused(mistake: str, mesh: Any) -> str:
+    torch.manual_seed(0)
+    model = Model(local=mistake != "all heads are asked for")
+    with pytest.raises(ShardMapError) as caught:
+        parallelize(model, mesh, plan_with(MISTAKES[mistake]))(IDS, IDS)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("repairs")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_plan_is_refused_with_one_that_is_as_on_one_device(mistake: str) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    text = refused(mistake, mesh)
+    golden.hold("wrong_plans.txt", mistake, text)
+    changes = text.partition("check='global': {")[2].rpartition("} in the plan")[0]
+    known = eval(f"{{{changes}}}", {"LocalAttributes": LocalAttributes})
+    own = Model(local=mistake != "all heads are asked for")
+    plan = plan_with({**MISTAKES[mistake], **known})
+    ours = parallelize(copy.deepcopy(own), mesh, plan)
+    results = []
+    for model in (ours, own):
+        loss = model(IDS, IDS)
+        loss.backward()
+        results.append([full(loss), *(full(each.grad) for each in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.usefixtures("repairs")
+def test_processes_print_what_a_simulated_mesh_does(gloo: Gloo) -> None:
+    mistake = "an output projection is missing"
+    kept = golden.read(golden.FOLDER / "wrong_plans.txt")[mistake]
+    for text in gloo(2).run(on_processes, mistake, timeout=120):
+        assert golden.without_lines(text) == kept
+
+
+def on_processes(mistake: str) -> str:
+    return refused(mistake, worker_mesh((2,), ("tp",)))
+
+
+@pytest.mark.usefixtures("repairs")
+def test_heads_that_do_not_divide_leave_out_all_of_their_module() -> None:
+    module, mesh = models.Llama(width=24, num_heads=3), make_mesh((2,), ("tp",), kind="simulated")
+    with pytest.raises(ShardMapError) as caught:
+        parallelize(module, mesh, llama_plan(parallel))(torch.arange(8).view(2, 4))
+    golden.hold("wrong_plans.txt", "heads that do not divide", str(caught.value))
+
+
+def test_a_module_that_fails_on_one_device_is_told_nothing_of_plans() -> None:
+    mesh = make_mesh((1,), ("tp",), kind="simulated")
+    with pytest.raises(ValueError, match="batch_size") as caught:
+        parallelize(Model(), mesh, PLAN)(IDS[:, :2], IDS)
+    assert "plan" not in str(caught.value)
