@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -176,7 +176,11 @@ class Elementwise(Optimizer):
         leaves, structure = opened(params)
         trees = [grads, *(state[name] for name in self.moment_names)]
         shapes = [p.shape for p in leaves]
-        columns = [_like(tree, params, shapes, structure) for tree in trees]
+        wheres = ["", *(f" in state[{name!r}]" for name in self.moment_names)]
+        columns = [
+            _like(tree, params, shapes, structure, where)
+            for tree, where in zip(trees, wheres, strict=True)
+        ]
         number = state["step"] + 1
         wide_number = number.double()
         rate = as_number(rate_at(self.lr, wide_number))
@@ -268,9 +272,16 @@ def _reject_complex(params: Tree) -> None:
 
 
 def _like(
-    tree: Tree, params: Tree, shapes: Sequence[torch.Size], expected_structure: Structure
+    tree: Tree,
+    params: Tree,
+    shapes: Sequence[torch.Size],
+    expected_structure: Structure,
+    where: str = "",
 ) -> Tensors:
-    """Returns the leaves of a tree that must have the structure and shapes of `params`."""
+    """Returns the leaves of a tree that must have the structure and shapes of `params`.
+
+    In an error, paths are followed by where they are; nothing for gradients.
+    """
     leaves, structure = opened(tree, expected_structure)
     if structure == expected_structure and [x.shape for x in leaves] == shapes:
         return leaves
@@ -284,18 +295,29 @@ def _like(
                 "Fix: take it apart, as in value, grads = value_and_grad(loss)(params) and "
                 "grads, norm = clip_by_global_norm(grads, specs)."
             )
-    problems = [f"{name or 'the parameter'}: is missing" for name in names if name not in paths]
-    problems += [f"{path}: is no parameter" for path in paths if path not in names]
+    fix = ""
+    problems = [
+        f"{name or 'the parameter'}{where}: is missing" for name in names if name not in paths
+    ]
+    problems += [f"{path}{where}: is no parameter" for path in paths if path not in names]
     if not problems:
         problems = [
-            f"{name}: has shape {tuple(leaf.shape)}, the parameter {tuple(shape)}"
+            f"{name}{where}: has shape {tuple(leaf.shape)}, the parameter {tuple(shape)}"
             for name, leaf, shape in zip(names, leaves, shapes, strict=True)
             if leaf.shape != shape
         ]
+        fix = _SHARDED if where else ""
     if problems:
         head = "An optimizer needs gradients and moments like the parameters:"
-        raise OptimizerError(listing(head, problems))
+        raise OptimizerError(f"{listing(head, problems)}{fix}")
     return leaves
+
+
+_SHARDED: Final = (
+    "\nFix: in a body they are shards by their specs: let those of the state be "
+    "optimizer.specs(specs), with the specs of the parameters, in in_specs and in out_specs."
+)
+"""Advice for moments of other shapes."""
 
 
 def _cast(

@@ -160,6 +160,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "An optimizer needs gradients and moments like the parameters:\n"
         "  a: has shape (3,), the parameter (2,)",
     ),
+    "moments": (
+        lambda: adamw().update({"a": W}, {"a": W}, adamw().init({"a": torch.ones(3)})),
+        "An optimizer needs gradients and moments like the parameters:\n"
+        "  a in state['exp_avg']: has shape (3,), the parameter (2,)\n"
+        "Fix: in a body they are shards by their specs: let those of the state be "
+        "optimizer.specs(specs), with the specs of the parameters, in in_specs and in out_specs.",
+    ),
     "decays": (
         lambda: two_steps(adamw(decays={"a": True}), {"a": W, "b": W}, {"a": W, "b": W}),
         "decays= does not match the parameters:\n  params: no spec for ['b']",

@@ -5,10 +5,19 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from shardmap_torch.checker.ir.program import Equation, StorageType, Use, use_of
 from shardmap_torch.checker.ir.repairs import Insert, Op, Repair, propose, rejected, rejection_of
 from shardmap_torch.checker.rules.infer import tensors_of
-from shardmap_torch.checker.rules.lattice import BRANCH, MIXED, Refusal, branch_advice, plain
+from shardmap_torch.checker.rules.lattice import (
+    BRANCH,
+    MIXED,
+    UNBRANCHED,
+    Refusal,
+    branch_advice,
+    plain,
+)
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.table import TABLE
 from shardmap_torch.core.torch_private.engine import OpOverload
@@ -99,6 +108,8 @@ def refused(
         is_index = any(each is not None and "axis_index" in each.name for each in made)
         is_drawn = any(each is not None and each.name in _DRAWING for each in made)
         advice = branch_advice(name, axis, is_index, is_drawn)
+        if is_index and all(use.dtype == torch.bool for use in uses):
+            advice = f"{UNBRANCHED} Or {advice}"
     else:
         advice = refusal.reason.advise(axis, name)
     types += [use.types[refusal.axis] for use in uses]

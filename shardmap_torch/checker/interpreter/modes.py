@@ -146,6 +146,9 @@ class _Functions(FunctionMode):
                 proposals.at_call(interpreter, error, func, args, kwargs)
             interpreter.numbers.branches.refusal = error
             raise
+        except (RuntimeError, IndexError, ValueError) as error:  # of torch, as about shapes
+            proposals.note_operands(interpreter, error, args, kwargs)
+            raise
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch in the body, step by step.

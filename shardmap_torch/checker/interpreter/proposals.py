@@ -10,7 +10,7 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.program import Equation, StorageType
@@ -34,7 +34,7 @@ from shardmap_torch.core.functorch import base_of, is_batched
 from shardmap_torch.core.source_location import user_call
 from shardmap_torch.core.source_text import first_operand, operand_texts
 from shardmap_torch.core.tree import flatten, unflatten
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.errors import ShardMapError, ShardTypeError, show_shape
 from shardmap_torch.spec import P
 from shardmap_torch.types import AxisType, I, K, Partial, R, V
 
@@ -348,6 +348,20 @@ def _named(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
     texts = [None] * len(tensors) if found is None else operand_texts(found[0], tensors)
     names = [f"operand {at}" if text is None else text for at, text in enumerate(texts, start=1)]
     return list(zip(names, tensors, strict=True))
+
+
+def note_operands(interpreter: "Interpreter", error: Exception, args: Any, kwargs: Any) -> None:
+    """Adds to an error of torch the user's line, and the shapes of operands that are shards."""
+    site, _ = interpreter.site()
+    if isinstance(error, ShardMapError) or site is None or hasattr(error, "__notes__"):
+        return
+    lines = [f"At {site}"]
+    for name, x in _named(distinct(args, kwargs)):
+        value = interpreter.known_storage_type(x) if x.layout is strided else None
+        if value is not None:
+            origin = value.origin().removesuffix(f" at {site}")
+            lines.append(f"  {name}: {show_shape(x.dtype, x.shape)}, from {origin}")
+    error.add_note("\n".join(lines))
 
 
 _ADVISED: Final = (

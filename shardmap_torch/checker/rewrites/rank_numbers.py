@@ -22,6 +22,7 @@ from shardmap_torch.checker.ir.paths import COMPARISONS, AgainError, UnknownNumb
 from shardmap_torch.checker.rewrites import functions
 from shardmap_torch.checker.rewrites.copies import Host
 from shardmap_torch.checker.rewrites.functions import dim_of_part, parts_of, read, write
+from shardmap_torch.checker.rules.lattice import UNBRANCHED
 from shardmap_torch.collectives.protocol import Backend
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.source_location import call_site
@@ -198,7 +199,7 @@ class RankNumber(UnknownNumber):
             self.refuse(
                 "the body branches on a number that differs by rank: the ranks would run "
                 "different programs.",
-                _AS_TENSOR,
+                f"{UNBRANCHED} Or {_AS_TENSOR}",
             )
         return truths.pop()
 

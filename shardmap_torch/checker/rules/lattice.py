@@ -101,6 +101,13 @@ _READING: Final[Sequence[tuple[object, str]]] = (
 """Advice about functions of torch that look at values."""
 
 
+UNBRANCHED: Final = (
+    "take what all ranks need out of the branch, as a collective or a term of the loss, and have "
+    "rank 0 print, log and save outside of the body."
+)
+"""Advice for a branch on the index of the rank."""
+
+
 def branch_advice(name: str, axis: str, is_index: bool, is_drawn: bool) -> str:
     """Returns advice for a Python value, or a shape, that differs between ranks.
 

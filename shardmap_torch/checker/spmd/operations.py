@@ -22,7 +22,7 @@ from shardmap_torch.checker.interpreter.interpreter import Interpreter
 from shardmap_torch.checker.ir.fake_results import address_of
 from shardmap_torch.checker.ir.repairs import is_divided
 from shardmap_torch.checker.rules.infer import Types, draws, is_factor, named_tensors, type_results
-from shardmap_torch.checker.rules.lattice import NONLINEAR, Refusal
+from shardmap_torch.checker.rules.lattice import NONLINEAR, UNBRANCHED, Refusal
 from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import (
     ANY,
@@ -107,7 +107,7 @@ class Operations:
         for tensor in call.read if positions is None else ():
             if self._notes.sums(tensor).loose:
                 self._reject_picked(call, tensor)
-                advice = DRAWN if op._schema.name == DRAW else PER_RANK
+                advice = DRAWN if op._schema.name == DRAW else self._advice(tensor)
                 self._notes.reject_loose(tensor, self._kept(op, tensor), advice)
         dtype = call.results[0].dtype
         by = None if positions else factor_of(op, call.arguments, event.arguments, dtype)
@@ -133,6 +133,13 @@ class Operations:
                 known[key] = self._laid_out(call, result, shape, sharded, summed, extrema)
             self._finish(call, result, number, *known[key])
         return layouts if factor == 1 and special is None else None
+
+    def _advice(self, own: Tensor) -> str:
+        """Returns advice for a value of each rank's own, by what the user's line does with it."""
+        made, site = self._interpreter.storage_type(own).made, self._interpreter.site()[0]
+        is_index = made is not None and made.name.startswith("axis_index(")
+        is_branch = site is not None and site.source.lstrip().startswith(("if ", "elif ", "while "))
+        return UNBRANCHED if is_index and is_branch else PER_RANK
 
     def _reject_picked(self, call: PairedCall, own: Tensor) -> None:
         """Refuses the comparison of a rank's own extremum with that of all ranks."""

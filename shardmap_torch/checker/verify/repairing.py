@@ -134,6 +134,7 @@ class _Search:
                 if isinstance(found, ShardTypeError):
                     waiting[:0] = _rescaled(repair, found)
         advised = [each.partition(" in place of ")[0] for each in known]
+        advised = [each for each in advised if "(" in each]  # not the 0 of an index
         advised += ["Fix: gather"] * any(each.startswith("all_gather(") for each in known)
         if not self.undecided and any(each in f"{self.error}" for each in advised):
             self.error.args = (f"{self.error}\n{NOT_ENOUGH}",)

@@ -226,7 +226,10 @@ def test_a_wrong_spec_that_torch_s_shapes_refuse_has_the_right_one_in_a_note() -
     f = shard_map(loss, mesh=MESH, in_specs=(SPECS, P("dp"), P()), out_specs=P(), check="global")
     with pytest.raises(RuntimeError) as error:
         f(W, X, X)
-    assert error.value.__notes__ == [
+    _, first, second = error.value.__notes__[0].splitlines()
+    assert first.startswith("  forward(w, x): float32[4, 8], from add at test_mistakes.py:")
+    assert second == "  y: float32[8, 8], from input y (P())"
+    assert error.value.__notes__[1:] == [
         "In the body of loss tensors are shards: w['down'] is [8, 8], a shard of [16, 8] by "
         "P('tp'); w['up'] is [8, 8], a shard of [8, 16] by P(None, 'tp'); x is [4, 8], a shard of "
         "[8, 8] by P('dp').",

@@ -138,7 +138,8 @@ REFUSED: Final[dict[str, tuple[Callable[[Tensor, Any], Any], str, str]]] = {
         lambda x, rank: x if rank == 0 else -x,
         "the body branches on a number that differs by rank: the ranks would run different "
         "programs.",
-        FIX,
+        "take what all ranks need out of the branch, as a collective or a term of the loss, and "
+        f"have rank 0 print, log and save outside of the body. Or {FIX}",
     ),
     "list": (
         lambda x, rank: [part + 1 for part in x.chunk(2)][rank],

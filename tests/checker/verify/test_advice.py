@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from shardmap_torch import (
     all_reduce,
     axis_index,
     axis_size,
+    convert,
     grad,
     make_mesh,
     shard_map,
@@ -175,7 +176,12 @@ def test_an_error_of_the_body_tells_the_shapes_of_shards() -> None:
     for call in (mapped, torch.func.grad(lambda x, w: mapped(x, w).sum())):
         with pytest.raises(RuntimeError) as error:
             call(X, W)
-        assert error.value.__notes__ == [
+        at = error.value.__notes__[0].partition("test_advice.py:")[2]
+        assert at.partition(": ")[2].splitlines()[1:] == [
+            "  x: float64[8, 2], from input x (P(None, 'tp'))",
+            "  w: float64[4, 8], from input w (P())",
+        ]
+        assert error.value.__notes__[1:] == [
             "In the body of <lambda> tensors are shards: x is [8, 2], a shard "
             "of [8, 4] by P(None, 'tp')."
         ]
@@ -205,14 +211,50 @@ def test_an_error_of_the_code_does_not_tell_the_shapes_of_shards() -> None:
     assert not hasattr(error.value, "__notes__")
 
 
-@pytest.mark.parametrize(
-    "body", [lambda x: x * int(axis_index("dp")), lambda x: x if axis_index("dp") == 0 else x * 2]
+UNBRANCHED = (
+    "Fix: take what all ranks need out of the branch, as a collective or a term of the loss, and "
+    "have rank 0 print, log and save outside of the body."
 )
-def test_a_branch_on_the_rank_is_advised_to_stay_a_tensor(body: Callable[[Tensor], Tensor]) -> None:
+
+
+@pytest.mark.parametrize(
+    ("body", "start"),
+    [
+        (lambda x: x * int(axis_index("dp")), "Fix: "),
+        (lambda x: x if axis_index("dp") == 0 else x * 2, f"{UNBRANCHED} Or "),
+    ],
+)
+def test_a_number_of_the_rank_is_advised_to_stay_a_tensor(
+    body: Callable[[Tensor], Tensor], start: str
+) -> None:
     mapped = shard_map(body, mesh=RANKS, in_specs=P("dp"), out_specs=P("dp"))
     with pytest.raises(ShardTypeError) as error:
         mapped(X)
     assert str(error.value).splitlines()[-1] == (
-        "Fix: keep it a tensor, as in x * axis_index('dp'), x[axis_index('dp')] or "
+        f"{start}keep it a tensor, as in x * axis_index('dp'), x[axis_index('dp')] or "
         "torch.where(axis_index('dp') == 0, a, b)."
     )
+
+
+def test_a_term_on_one_rank_is_advised_to_leave_the_branch() -> None:
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ convert(w, "dp", src=I, dst=R)
+        return all_reduce(y.square().mean(), "dp", op="mean", dst=I)
+
+    def branched(x: Tensor, w: Tensor) -> Tensor:
+        total = loss(x, w)
+        if axis_index("dp") == 0:
+            total = total + w.square().sum()
+        return total
+
+    def taken_out(x: Tensor, w: Tensor) -> Tensor:
+        return loss(x, w) + w.square().sum()
+
+    specs: Any = {"mesh": RANKS, "in_specs": (P("dp"), P()), "out_specs": P(), "check": "global"}
+    with pytest.raises(ShardTypeError) as error:
+        shard_map(branched, **specs)(X, W)
+    assert str(error.value).splitlines()[3] == UNBRANCHED
+    x, w = X.double(), W.double().requires_grad_()
+    (here,) = torch.autograd.grad(shard_map(taken_out, **specs)(x, w), w)
+    (there,) = torch.autograd.grad((x @ w).square().mean() + w.square().sum(), w)
+    torch.testing.assert_close(here, there)
