@@ -409,7 +409,7 @@ class Control:
         limit = min(2 * _GATHER, self.timeout.total_seconds())
         reports, name = self._board.reports(own, limit), progress.call[1]
         parting = parting_of(reports)
-        is_alike = is_clean and are_alike(reports) and not (parting and parting.alone)
+        is_alike = is_clean and are_alike(reports) and not (parting and parting.are_others)
         unequal = unequal_values(name, reports) if is_alike else ""
         message = unequal or difference(name, reports)
         if is_clean:  # no message is in flight, and every rank knows

@@ -107,7 +107,7 @@ def difference(name: str, reports: Mapping[int, Report]) -> str:
     others = [rank for rank in texts if plain[rank] != plain[first]]
     mine, other = _first_difference(texts[first], texts[others[0]]) if others else ("", "")
     is_other = bool(_CALL.search(mine) and _CALL.search(other))
-    if parting is not None and (parting.alone or parting.num_functions > 1 or is_other):
+    if parting is not None and (parting.are_others or is_other):
         return f"{head}. {_head(parting)}:{places}\n{default}"
     if not others:
         return (

@@ -45,9 +45,9 @@ class Parting:
     fix: str
 
     @property
-    def num_functions(self) -> int:
-        """The number of different functions that the ranks come to."""
-        return len({step and step.what for step in self.steps.values()})
+    def are_others(self) -> bool:
+        """True where the ranks do something else, and not the same on different lines."""
+        return bool(self.alone) or len({step and step.what for step in self.steps.values()}) > 1
 
     def texts(self) -> dict[int, str]:
         """Returns the line of each rank."""
@@ -83,12 +83,14 @@ def find_parting(trails: Mapping[int, Sequence[Step]]) -> Parting | None:
 def _first_difference(mine: Sequence[Line], theirs: Sequence[Line]) -> tuple[int, int, str] | None:
     """Returns the places of the first lines that differ, and how; None if none does.
 
-    A line in place of another is no difference where more follows: a branch may do on either side
-    what the ranks have in common.
+    A line in place of another is no difference where more follows, if what it does has the same
+    name: a branch may do on either side what the ranks have in common.
     """
     for how, i, k, j, m in SequenceMatcher(None, mine, theirs, autojunk=False).get_opcodes():
         if k - i != m - j:
             return i, j, how
-        if how == "replace" and (k, m) == (len(mine), len(theirs)):
-            return k - 1, m - 1, how
+        last = (k, m) == (len(mine), len(theirs))
+        for at, other_at in zip(range(i, k), range(j, m), strict=True):
+            if mine[at][0] != theirs[other_at][0] or (last and how == "replace" and at == k - 1):
+                return at, other_at, how
     return None

@@ -126,7 +126,10 @@ def _note_updates() -> None:
             (x for group in optimizer.param_groups for x in group["params"]), None
         )
         if is_dtensor(parameter) and parameter.device_mesh.size() == control.size:
-            control.note(f"a step of {type(optimizer).__name__}")
+            found = [group.get("lr") for group in optimizer.param_groups]
+            rates = dict.fromkeys([f"{rate}" for rate in found if isinstance(rate, float)])
+            by = f" by lr={', '.join(rates)}" * bool(rates)
+            control.note(f"a step of {type(optimizer).__name__}{by}")
 
     register_optimizer_step_post_hook(note)
 

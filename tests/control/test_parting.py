@@ -1,9 +1,12 @@
 """Everyday mistakes of processes are told by the line that one rank alone has come to."""
 
 import re
+import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from datetime import timedelta
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -52,6 +55,7 @@ class Kit:
     def reset(self) -> None:
         """Makes what ranks have equal again."""
         self.optimizer.zero_grad()
+        self.optimizer.param_groups[0]["lr"] = 0.1
         with torch.no_grad():
             for x in self.model.parameters():
                 x.fill_(1.0)
@@ -105,6 +109,12 @@ def updates_alone(kit: Kit) -> None:
             kit.optimizer.step()
 
 
+def has_another_learning_rate(kit: Kit) -> None:
+    for _ in range(2):
+        kit.optimizer.param_groups[0]["lr"] = 0.1 * (1 + kit.mesh.rank)
+        kit.step(kit.x)
+
+
 def has_a_batch_more(kit: Kit) -> None:
     for rows in torch.ones(12 if kit.is_first else 8, 6).split(2):
         kit.step(from_local(rows, kit.mesh, P("dp")))
@@ -135,7 +145,7 @@ MISTAKES: list[Callable[[Kit], None]] = [
         takes_a_backward_alone,
         updates_alone,
     ),
-    *(has_a_batch_more, stops_earlier, clips_alone),
+    *(has_another_learning_rate, has_a_batch_more, stops_earlier, clips_alone),
 ]
 
 
@@ -181,6 +191,11 @@ def in_torch() -> list[str]:
         return raised.value.__notes__
     with pytest.raises(CommunicationError) as caught:
         kit.model(kit.x)
+    with redirect_stderr(StringIO()) as shown:  # as it is printed where nothing catches it
+        sys.excepthook(CommunicationError, caught.value, caught.value.__traceback__)
+    files = re.findall(r'  File "[^"]*/(\w+\.py)", line', shown.getvalue())
+    assert {*files} == {"test_parting.py"}
+    assert "The above exception" not in shown.getvalue()
     time.sleep(2)  # or rank 0 would be told that this one has gone
     mesh.recover()
     return [str(caught.value)]
