@@ -131,7 +131,7 @@ def read_tensor(name: str, leaf: Any) -> Tensor:
 def read_dim(name: str, word: str, dim: int, ndim: int) -> int:
     """Reads a dim, counted from the front; it must be one of `ndim` dims."""
     if not isinstance(dim, int) or isinstance(dim, bool) or not -ndim <= dim < ndim:
-        explanation = f"it has {ndim} dims" if ndim else "it is a scalar"
+        explanation = f"it has {ndim} dims" if ndim else "it is a scalar; x[None] has a dim"
         raise CollectiveError(
             f"{name}: {word}={show(dim)} is no dim of the operand; {explanation}."
         )

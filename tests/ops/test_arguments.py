@@ -159,7 +159,7 @@ CASES: list[tuple[Callable[[Tensor], Any], str]] = [
     ),
     (
         lambda x: all_gather(x.sum(), "tp", dst=I),
-        "all_gather: dim=0 is no dim of the operand; it is a scalar.",
+        "all_gather: dim=0 is no dim of the operand; it is a scalar; x[None] has a dim.",
     ),
     (
         lambda x: all_gather(x, "tp", dim=3, dst=I, tiled=False),

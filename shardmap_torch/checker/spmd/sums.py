@@ -17,7 +17,7 @@ from torch import Tensor
 from shardmap_torch.checker.rules.infer import is_factor
 from shardmap_torch.checker.rules.rule import overloads
 from shardmap_torch.checker.spmd.layout import UnrelatedError, numbers_of_shards
-from shardmap_torch.checker.spmd.ops.advice import multiple
+from shardmap_torch.checker.spmd.ops.advice import in_digits, multiple
 from shardmap_torch.core.torch_private.engine import OpOverload
 
 Axes = frozenset[str]
@@ -158,7 +158,8 @@ def common_scale(sums: Sequence[Sums]) -> Sums:
     for other in found[1:]:
         if other.scale != found[0].scale:
             raise UnrelatedError(
-                f"one operand is {found[0].scale} times its value there, because of "
-                f"{found[0].cause}, and another {other.scale} times, because of {other.cause}"
+                f"one operand is {in_digits(found[0].scale)} times its value there, because of "
+                f"{found[0].cause}, and another {in_digits(other.scale)} times, because of "
+                f"{other.cause}"
             )
     return found[0] if found else FINISHED

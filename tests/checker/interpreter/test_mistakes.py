@@ -368,6 +368,11 @@ def test_an_argument_that_cannot_work_is_told_with_its_line(body: Callable[..., 
     assert f"{error.value}".split("\n")[1].startswith(f"  at test_mistakes.py:{line}: lambda x:")
 
 
+def test_a_factor_that_is_no_fraction_is_told_in_digits() -> None:
+    with pytest.raises(ShardTypeError, match=r"it is 1\.41421 times that value, because of div"):
+        outcome(lambda x: x / x.shape[0] ** 0.5, LINES, LINES, ROWS)
+
+
 def test_microbatches_of_rows_are_told_of_parts() -> None:
     with pytest.raises(ShardTypeError) as error:
         outcome(lambda x: all_reduce(accumulated(x), "dp", op="mean", dst=I), LINES, P(), ROWS)

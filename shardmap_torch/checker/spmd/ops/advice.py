@@ -122,6 +122,11 @@ COPIES: Final = "a sum of what every rank has"
 """The start of the cause of a factor that comes from equal values on the ranks."""
 
 
+def in_digits(scale: Fraction) -> str:
+    """Returns a factor as a fraction, or as a decimal where that is none, as a root is."""
+    return f"{scale}" if scale.denominator <= 10**6 else f"{float(scale):.6g}"
+
+
 def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[str, str]:
     """Returns what is said of a value that is a multiple of that on one device, and advice.
 
@@ -138,7 +143,7 @@ def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[
         fix = f"reduce it over {axis!r} with op='mean', or divide the mean by axis_size({axis!r})."
     if axis:
         return f"over {axis!r} it is the {what}, from {cause}", fix
-    told = f"it is {scale} times that value, because of {cause}"
+    told = f"it is {in_digits(scale)} times that value, because of {cause}"
     if cause.startswith(AVERAGED):
         fix = "leave out op='mean', which is right for means of each rank's part."
         return f"{told}, of what is to be added up", fix
