@@ -106,7 +106,10 @@ def amend(
                 accepts({key: style for key, style in changed.items() if style is not None})
         except Exception:  # whatever the module raises on these shards
             continue
-        lines, fix, advice = [*lines, TRIED + _told(changes)], "", ""
+        if {*changes.values()} == {None}:  # at worst; where more than the plan may be wrong
+            advice += f"\n{TRIED}{_told(changes)}"
+        else:
+            lines, fix, advice = [*lines, TRIED + _told(changes)], "", ""
         break
     error.args = ("\n".join(lines) + fix + advice,)
 
@@ -166,10 +169,12 @@ class _Near:
 
     def changes(self) -> Iterator[Changes]:
         """Yields changes of the plan, the likeliest first; at last without all that is near."""
-        known = [key for key in self._paths if key in self._styles]
+        known = {key: path for key, path in self._paths.items() if key in self._styles}
         yield from islice(self._likely(), _PLANS)
-        if len(known) < len(self._styles):
-            yield dict.fromkeys(known)
+        named = [key for key, path in known.items() if path.split(".")[-1] in self._place.words]
+        for keys in (named, [*known]):
+            if 0 < len(keys) < len(self._styles):
+                yield dict.fromkeys(keys)
 
     def _likely(self) -> Iterator[Changes]:
         divided = self._divided()

@@ -584,7 +584,13 @@ which sums are over rows that are not their first dim."""
 _IN_MODULES: Final[Mapping[str, str]] = {
     r"multiply sizes by axis_size\(axis\)\.": "sizes in a forward are those of this rank's rows or "
     "shards, so write .mean(), which is that of all, in place of .sum() / size.",
-    r", each after its all_reduce": ", which are those of all ranks",
+    r", each after its all_reduce": ", which are those of all ranks; and of "
+    "F.cross_entropy(x[mask], y[mask]) write F.cross_entropy(x, y.masked_fill(~mask, -100))",
+    r"((?:var|std|norm)\w* is not what (?:.|\n)*Fix: )gather dim \d+ over '\w+' first, or wrap "
+    r"per-rank code in local_region\.": r"\1write it by means and sums, which are those of all "
+    "ranks: (x - x.mean(0)).square().mean(0) for a variance, x.square().sum().sqrt() for a norm.",
+    r"add the bias after the all_reduce over '\w+'": "call the module that has the weight, as "
+    "self.down(x), whose style adds the bias once",
     r"all_reduce\((.*?), axis, op='mean', dst=R\)": r"\1",  # means are those of all ranks
     r"reduce or gather it over ('\w+'), or name '\w+' in the spec\.": r"sums, means and torch's "
     r"losses are those of all ranks; reduce another number over \1 by all_reduce, or return rows.",

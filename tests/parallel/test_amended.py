@@ -143,3 +143,66 @@ def test_a_module_that_fails_on_one_device_is_told_nothing_of_plans() -> None:
     with pytest.raises(ValueError, match="batch_size") as caught:
         parallelize(Model(), mesh, PLAN)(IDS[:, :2], IDS)
     assert "plan" not in str(caught.value)
+
+
+def by_variance(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h: Tensor = m.down(x)
+    return h / h.var(0, unbiased=False).sqrt()
+
+
+def by_means(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h: Tensor = m.down(x)
+    return h / (h - h.mean(0)).square().mean(0).sqrt()
+
+
+def by_rows(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(m.down(x)[y > 1], y[y > 1])
+
+
+def by_ignoring(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(m.down(x), y.masked_fill(~(y > 1), -100))
+
+
+def by_weight(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(x + functional.linear(m.up(x), m.down.weight, m.down.bias), y)
+
+
+def by_call(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(x + m.down(m.up(x)), y)
+
+
+FORWARDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "a variance of rows": (by_variance, by_means, {"dp": "x"}),
+    "a loss of some rows": (by_rows, by_ignoring, {"dp": "x"}),
+    "a bias for each rank": (by_weight, by_call, {"plan": {"up": "colwise", "down": "rowwise"}}),
+}
+"""A forward that ranks cannot run, what its error asks for, and arguments of `parallelize`."""
+
+
+class Computed(nn.Module):
+    def __init__(self, compute: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.compute = nn.Linear(4, 4), nn.Linear(4, 4), compute
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.compute(self, x, y)
+        return out
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_is_told_in_the_words_of_modules_what_to_write(name: str) -> None:
+    wrong, right, arguments = FORWARDS[name]
+    mesh = make_mesh((2,), ("x",), kind="simulated")
+    x, y = torch.arange(32.0).view(8, 4).double().sin(), torch.arange(8) % 4
+    torch.manual_seed(0)
+    own = Computed(right)
+    ours = parallelize(copy.deepcopy(own), mesh, **arguments)
+    for model in (ours, own):
+        model(x, y).square().mean().backward()
+    torch.testing.assert_close(ours(x, y), own(x, y))
+    for one, other in zip(ours.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(full(one.grad), other.grad)
+    with pytest.raises(ShardMapError) as caught:
+        parallelize(Computed(wrong), mesh, **arguments)(x, y)
+    golden.hold("wrong_plans.txt", name, str(caught.value))
