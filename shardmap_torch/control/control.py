@@ -396,14 +396,14 @@ class Control:
 
     def _differ(self, told: _Told, is_clean: bool) -> NoReturn:
         """Posts this rank's report, collects those of the others, and raises their difference."""
-        progress, site = self.progress, call_site()
+        progress = self.progress
         # Not that of the check: checks are counted anew after an error, and an old report may be
         # on the board still.
         self.num_errors += 1
         text, compared = told
         values = [row for each in compared for row in each.rows()]
         text = "\n".join([text, *(line for each in compared for line in each.kinds())])
-        place, trail = "" if site is None else site.place, self._history.trail()
+        place, trail = self._history.newest.removeprefix(" at "), self._history.trail()
         progress.report = own = Report(self.num_errors, place, text, values, trail)
         self._board.touch()
         limit = min(2 * _GATHER, self.timeout.total_seconds())

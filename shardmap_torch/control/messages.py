@@ -60,13 +60,21 @@ def describe_ranks(
         silence = silences.get(rank, 0.0)
         if silence > _SILENT:
             texts[rank] += f"; not heard of for {silence:.0f} s: frozen, dead or unreachable"
-    shown = [f"  {line}" for line in by_ranks(texts)]
+    shown = [f"  {_PLURAL.sub(_plural, line)}" for line in by_ranks(texts)]
     lines += shown[:16]
     if len(shown) > 16:
         lines.append(f"  and {len(shown) - 16} more")
     if failure:
         lines.append(f"  the store does not answer: {failure}")
     return lines
+
+
+_PLURAL: Final = re.compile(r"^(ranks .*?\d) (waits|runs|has)\b")
+_VERBS: Final = {"waits": "wait", "runs": "run", "has": "have"}
+
+
+def _plural(found: re.Match[str]) -> str:
+    return f"{found[1]} {_VERBS[found[2]]}"
 
 
 OF_TORCH: Final = (

@@ -15,7 +15,7 @@ import uuid
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from shardmap_torch.control.waiting import PeerWatch, within
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.source_location import users_part
 from shardmap_torch.core.torch_private.engine import Store
-from shardmap_torch.errors import ShardMapError
+from shardmap_torch.errors import MeshError, ShardMapError
 
 AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 """Set by torchrun's agents to whether they host the store; without it rank 0 makes a new one."""
@@ -81,6 +81,7 @@ def start(timeout: timedelta) -> Control | None:
     _CURRENT.peers = PeerWatch(_CURRENT.control.waiting)
     _pass_on_uncaught_errors()
     _note_updates()
+    _leave_when_forked()
     # Runs before torch's own handlers: a thread that returns from C++ while the interpreter exits
     # aborts the process.
     atexit.register(stop)
@@ -104,7 +105,7 @@ def _pass_on_uncaught_errors() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        if _CURRENT.control is not None:
+        if type(_CURRENT.control) is Control:
             _CURRENT.control.exit(error)
         if isinstance(error, ShardMapError):  # autograd and modules add frames on the way
             error.__traceback__ = trace = users_part(error)
@@ -114,13 +115,35 @@ def _pass_on_uncaught_errors() -> None:
     sys.excepthook = hook
 
 
+class _Forked:
+    """Stands for the control in a process that was forked, whose messages would be those of it."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MeshError(
+            "a process that was forked, as a worker of a DataLoader, is no rank of a mesh.\n"
+            "Fix: call functions of shardmap_torch in the process that made the mesh, as with "
+            "device_put(batch, mesh, spec) in the loop, and none in a Dataset or a collate_fn."
+        )
+
+
+@cache
+def _leave_when_forked() -> None:
+    def leave() -> None:
+        if _CURRENT.control is not None:
+            atexit.unregister(stop)
+            _CURRENT.control = cast(Control, _Forked())
+
+    if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+        os.register_at_fork(after_in_child=leave)
+
+
 @cache
 def _note_updates() -> None:
     """Has steps of torch.optim compared, where all processes have a part of the parameters."""
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         control = None if torch.compiler.is_compiling() else _CURRENT.control
-        if control is None:
+        if type(control) is not Control:
             return
         parameter: Any = next(
             (x for group in optimizer.param_groups for x in group["params"]), None

@@ -1,5 +1,6 @@
 """Everyday mistakes of processes are told by the line that one rank alone has come to."""
 
+import os
 import re
 import sys
 import time
@@ -20,6 +21,7 @@ from torch.nn.functional import mse_loss
 from shardmap_torch import (
     CommunicationError,
     Mesh,
+    MeshError,
     P,
     ShardMapError,
     device_put,
@@ -211,6 +213,25 @@ def test_a_collective_of_torch_that_one_rank_calls_alone_is_told_on_both(gloo: G
         each.startswith(line) and "dist.barrier(group)" in each for each in second.splitlines()
     )
     assert "\nFix: all ranks must come to a collective of torch's own" in second
+
+
+def forked() -> str:
+    """Returns what a worker of a DataLoader is told that places its rows."""
+    mesh, (read, write) = make_mesh((2,), ("dp",)), os.pipe()
+    if os.fork() == 0:
+        try:
+            device_put(torch.ones(2), mesh, P("dp"))
+        except MeshError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.wait()
+    assert torch.equal(full(device_put(torch.ones(2), mesh, P("dp"))), torch.ones(2))
+    return os.read(read, 4096).decode()
+
+
+def test_a_forked_process_is_no_rank_and_does_not_disturb_the_one_that_is(gloo: Gloo) -> None:
+    for text in gloo(2).run(forked):
+        golden.hold("processes.txt", "forked", text)
 
 
 STEPS = st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1, max_size=6)
