@@ -26,6 +26,7 @@ from shardmap_torch.control.messages import (
     describe_error,
     describe_ranks,
     difference,
+    fix_of_torchs,
     parting_of,
     ranks_text,
     shorten,
@@ -461,7 +462,8 @@ class Control:
             progress.raised = progress.raised or describe_error(error)
             if is_in_collective([frame for frame, _ in walk_tb(error.__traceback__)][::-1]):
                 posts = {**self._board.look(_GATHER), self.rank: progress.status()}
-                error.add_note("\n".join(["The ranks:", *self._described(posts, ()), OF_TORCH]))
+                lines = ["The ranks:", *self._described(posts, ()), fix_of_torchs(error)]
+                error.add_note("\n".join(lines))
             return
         progress.exited = True
         with suppress(Exception):

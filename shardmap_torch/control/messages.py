@@ -83,6 +83,18 @@ OF_TORCH: Final = (
     "mesh.rank == 0:`, which is for what is done with its result."
 )
 
+_OF_DTENSORS: Final = (
+    "Fix: a DTensor is moved by full(x), x.full_tensor() and x.redistribute(). After backward() "
+    "the gradients of a parallelized module are those of the whole batch: leave out what adds "
+    "them up, or divides them, once more."
+)
+
+
+def fix_of_torchs(error: BaseException) -> str:
+    """Returns advice for what a collective of torch's own has raised."""
+    return _OF_DTENSORS if "Operator c10d." in f"{error}" else OF_TORCH
+
+
 _SILENT: Final = 3 * PATIENCE.total_seconds()
 """Seconds without a post after which a rank is called silent; see `PATIENCE`."""
 

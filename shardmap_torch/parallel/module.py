@@ -12,7 +12,7 @@ from dataclasses import replace
 from dis import opmap
 from functools import cached_property, partial
 from types import MethodType, TracebackType
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 from warnings import warn, warn_explicit
 
 import torch
@@ -187,7 +187,19 @@ def parallelize(
     if on.kind in PROCESS_KINDS:
         register: Any = module.register_load_state_dict_pre_hook
         register(call.check_state)
+        vars(module)["_ddp_params_and_buffers_to_ignore"] = _NotForDdp()
     return module
+
+
+class _NotForDdp:
+    """Names of parameters that torch's DDP asks a module for, and which it does not get."""
+
+    def __iter__(self) -> NoReturn:
+        raise SpecError(
+            "DistributedDataParallel: the module is parallelized already. parallelize(module, "
+            "mesh, dp='dp') gives each rank its rows and sums gradients, as DDP does.\n"
+            "Fix: leave DDP out, and name the axis of the rows in dp= or fsdp=."
+        )
 
 
 def _styles_over(

@@ -3,7 +3,7 @@
 import pytest
 
 from shardmap_torch.control.board import Report
-from shardmap_torch.control.messages import difference
+from shardmap_torch.control.messages import difference, fix_of_torchs
 
 ROWS = " A batch has as many rows on every process: drop the last one of a loader "
 ROWS += "(drop_last=True), or pad it."
@@ -50,3 +50,15 @@ def test_values_and_dtypes_that_differ_have_a_fix_of_their_own() -> None:
     wide = told("x: float32[4, 8], P('dp')", "x: float64[4, 8], P('dp')")
     assert wide.endswith("\nFix: pass tensors of one dtype on every process.")
     assert "of one dtype" not in told("x: float32[4, 8], P('dp')", "x: float64[4, 6], P('dp')")
+
+
+def test_a_collective_of_torch_on_a_gradient_is_told_that_it_is_summed() -> None:
+    error = NotImplementedError(
+        "Operator c10d.allreduce_.default does not have a sharding strategy registered."
+    )
+    assert fix_of_torchs(error) == (
+        "Fix: a DTensor is moved by full(x), x.full_tensor() and x.redistribute(). After "
+        "backward() the gradients of a parallelized module are those of the whole batch: leave "
+        "out what adds them up, or divides them, once more."
+    )
+    assert fix_of_torchs(RuntimeError("timeout")).startswith("Fix: all ranks must come to a coll")

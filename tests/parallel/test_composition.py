@@ -192,6 +192,28 @@ def test_dtensors_go_from_module_to_module(gloo: Gloo) -> None:
     gloo(2).run(between_modules)
 
 
+def gradients_are_summed_once() -> list[str]:
+    module = parallelize(nn.Linear(2, 2).double(), worker_mesh((2,), ("dp",)), dp="dp")
+    with pytest.raises(SpecError) as of_ddp:
+        nn.parallel.DistributedDataParallel(module)
+    module(torch.ones(1, 2).double()).sum().backward()
+    assert isinstance(module.weight.grad, DTensor)
+    with pytest.raises(NotImplementedError) as of_torch:  # which we explain as the process ends
+        dist.all_reduce(module.weight.grad)
+    torch.testing.assert_close(_grad(module.weight), torch.full((2, 2), 2.0).double())
+    return [str(of_ddp.value), str(of_torch.value)]
+
+
+def test_what_would_sum_gradients_once_more_is_refused(gloo: Gloo) -> None:
+    for of_ddp, of_torch in gloo(2).run(gradients_are_summed_once):
+        assert of_ddp == (
+            "DistributedDataParallel: the module is parallelized already. parallelize(module, "
+            "mesh, dp='dp') gives each rank its rows and sums gradients, as DDP does.\n"
+            "Fix: leave DDP out, and name the axis of the rows in dp= or fsdp=."
+        )
+        assert "Operator c10d." in of_torch
+
+
 def observed() -> tuple[dict[str, int], list[str]]:
     """Counts the collectives of a step by CommDebugMode, and reads their events of a profile."""
     mlp = parallelize(models.mlp(), worker_mesh((2,), ("tp",)), mlp_plan(parallel))
