@@ -434,7 +434,7 @@ def test_a_layer_that_ranks_would_drop_by_their_own_numbers_is_told_to_drop_none
         f"value of its own, from rand at test_module.py:{line + 1}: chance = torch.rand([]), which "
         "means nothing on one device.\n"
         f"  at test_module.py:{line + 2}: if chance < 0.5:\n"
-        f"  self: float32[], sharded P(), from rand at test_module.py:{line + 1}: chance = "
+        f"  self: float32[], not sharded, from rand at test_module.py:{line + 1}: chance = "
         "torch.rand([])\n"
         "Fix: draw what all ranks decide alike from a key of shardmap_torch.random; where a model "
         "drops layers by such a number (LayerDrop), set its probability to 0."

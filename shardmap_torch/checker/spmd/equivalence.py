@@ -386,7 +386,9 @@ class Relation(Observer):
         tensor = self._interpreter.fakify(tensor)
         shape = show_shape(tensor.dtype, tensor.shape)
         origin = self._interpreter.storage_type(tensor).origin()
-        return f"  {name}: {shape}, sharded {self.spec_of(tensor)!r}, from {origin}"
+        spec = self.spec_of(tensor)
+        how = f"sharded {spec!r}" if spec is None or spec.named else "not sharded"
+        return f"  {name}: {shape}, {how}, from {origin}"
 
 
 def _named(name: str, tensors: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:
