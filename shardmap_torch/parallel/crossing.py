@@ -71,7 +71,7 @@ class Inputs:
         Plain inputs of a part that is called from outside are whole.
         """
         self._mesh, self._axis, self._names = mesh, plan.axis, names
-        self._module, self._is_compared = module, False
+        self._module, self.is_compared = module, False
         self._is_whole = is_part or in_specs is not None
         self._in_specs, self._data = in_specs, plan.data
         root = plan.root
@@ -115,9 +115,9 @@ class Inputs:
     def _compare(self, tree: Tree, specs: Tree) -> None:
         """Has the ranks compare the rows that they have in the first call."""
         axes = tuple([axis for axis in self._data.axes if self._mesh.shape[axis] > 1])
-        if not axes or self._is_compared:
+        if not axes or self.is_compared:
             return
-        self._is_compared = True
+        self.is_compared = True
         (args, named, *_), (arg_specs, named_specs, *_) = tree, specs
         given = [(self._path(i), *pair) for i, pair in enumerate(zip(args, arg_specs, strict=True))]
         given += [(name, x, named_specs[name]) for name, x in named.items()]

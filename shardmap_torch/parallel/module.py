@@ -508,6 +508,7 @@ class _ParallelCall:
             call._mapped, call._cached, call._planned = {}, {}, mesh.axis_names
             for name in ("plan", "_inputs", "_outputs"):
                 vars(call).pop(name, None)
+            call._inputs.is_compared = True  # other ranks may have no error, and would not answer
             call.use(_check, args, kwargs)
 
         amend(error, module, {ROOT: styles} if is_style(styles) else styles, accepts)
@@ -598,9 +599,10 @@ _IN_MODULES: Final[Mapping[str, str]] = {
     "shards, so write .mean(), which is that of all, in place of .sum() / size.",
     r", each after its all_reduce": ", which are those of all ranks; and of "
     "F.cross_entropy(x[mask], y[mask]) write F.cross_entropy(x, y.masked_fill(~mask, -100))",
-    r"((?:var|std|norm)\w* is not what (?:.|\n)*Fix: )gather dim \d+ over '\w+' first, or wrap "
-    r"per-rank code in local_region\.": r"\1write it by means and sums, which are those of all "
-    "ranks: (x - x.mean(0)).square().mean(0) for a variance, x.square().sum().sqrt() for a norm.",
+    r"(\b(?:var|std|norm|linalg_vector_norm)\w* is not what (?:.|\n)*Fix: )gather dim \d+ over "
+    r"'\w+' first, or wrap per-rank code in local_region\.": r"\1write it by means and sums, which "
+    "are those of all ranks: (x - x.mean(0)).square().mean(0) for a variance with correction=0, "
+    "x.square().sum().sqrt() for a norm.",
     r"add the bias after the all_reduce over '\w+'": "call the module that has the weight, as "
     "self.down(x), whose style adds the bias once",
     r"all_reduce\((.*?), axis, op='mean', dst=R\)": r"\1",  # means are those of all ranks
