@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardmap_torch.core.functorch import base_of
 
-_LONGEST: Final = 48
+_LONGEST: Final = 72
 """Maximal number of characters of an operand that a message repeats."""
 
 _COMPUTED: Final = object()

@@ -49,6 +49,10 @@ _FRIENDLY: Final = {
 """Readable names of some ATen operations."""
 
 
+_COMPOSED: Final = frozenset(("isfinite", "isclose", "allclose"))
+"""Functions that torch makes of operations which nobody has written."""
+
+
 def friendly(op: OpOverload) -> str:
     """Returns the users' name of an operation."""
     name = op._schema.name.split("::")[1].removeprefix("_foreach_")
@@ -84,7 +88,8 @@ def refused(
     interpreter: "Interpreter", op: OpOverload, arguments: Mapping[str, Any], refusal: Refusal
 ) -> ShardTypeError:
     """Builds the error of an operation whose operands have conflicting types."""
-    name = friendly(op)
+    function = getattr(interpreter.function, "__name__", "")
+    name = function if function in _COMPOSED else friendly(op)
     if refusal.axis is None:
         return error(interpreter, f"{op} is refused: {refusal.reason}.", [], "")
     axis = interpreter.axes[refusal.axis]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.ir.repairs import FIRST, NONE, Repair, rejection_of, with_tried
+from shardmap_torch.checker.spmd.sharded import MICROBATCHES
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.errors import TRIED, ShardTypeError
 from shardmap_torch.spec import Entry, P, mismatches
@@ -136,7 +137,8 @@ class _Search:
         advised = [each.partition(" in place of ")[0] for each in known]
         advised = [each for each in advised if "(" in each]  # not the 0 of an index
         advised += ["Fix: gather"] * any(each.startswith("all_gather(") for each in known)
-        if not self.undecided and any(each in f"{self.error}" for each in advised):
+        text = f"{self.error}".replace(MICROBATCHES, "")  # of which a gather is the first way only
+        if not self.undecided and any(each in text for each in advised):
             self.error.args = (f"{self.error}\n{NOT_ENOUGH}",)
         return self.error
 

@@ -21,6 +21,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
+from shardmap_torch.optim import global_norm
 from tests.checker.support import daily_layers
 from tests.checker.support.printed import RIGHT, Source, fate_of
 from tests.support.golden import hold
@@ -80,6 +81,20 @@ def owned_rows_of_tanh(table: Tensor, ids: Tensor) -> Tensor:
     return owned_rows(table.tanh(), ids)
 
 
+def norm_of_norms(x: Tensor) -> Tensor:
+    norm: Tensor = torch.stack([x.norm(), x.norm()]).norm()
+    return all_reduce(norm, "tp", dst=I)
+
+
+def root_of_squares(x: Tensor) -> Tensor:
+    return all_reduce(2 * x.square().sum(), "tp", dst=I).sqrt()
+
+
+def norm_of_the_library(x: Tensor) -> Tensor:
+    norm: Tensor = global_norm([x, x], [P("tp"), P("tp")])
+    return norm
+
+
 def turned(x: Tensor, positions: Tensor) -> Tensor:
     return x * positions.to(x.dtype)[:, None].cos()
 
@@ -134,6 +149,13 @@ CASES: Final[dict[Body, Case]] = {
         (values(8, 4), IDS),
         lambda table, ids: table[ids].tanh(),
         (owned_rows_of_tanh,),
+    ),
+    norm_of_norms: (
+        ROW,
+        P(),
+        (values(8, 4),),
+        lambda x: torch.cat([x, x]).norm(),
+        (root_of_squares, norm_of_the_library),
     ),
     positions_of_a_shard: (
         ROW,

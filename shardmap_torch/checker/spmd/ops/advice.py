@@ -82,6 +82,13 @@ STACKED: Final = "gather along the dim that the blocks are of, with tiled=True."
 """About values of several ranks along a dim of their own."""
 
 
+NORM: Final = (
+    "squares add up, and norms do not: all_reduce(x.square().sum(), axis, dst=...).sqrt(); of "
+    "gradients sharded by specs optim.global_norm(grads, specs) is the norm, by which "
+    "clip_by_global_norm clips."
+)
+"""Advice for the norm of a rank's part."""
+
 CUT: Final = (
     "compare positions, in a sharded dim the rank's own, as rows[:, None] >= torch.arange(columns) "
     "(<= for triu) with rows = torch.arange(n) + axis_index(axis) * n, and hide by "

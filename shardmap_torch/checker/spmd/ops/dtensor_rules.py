@@ -26,7 +26,7 @@ from shardmap_torch.checker.spmd.layout import (
     size_of_one_rank,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops.advice import LAYERS
+from shardmap_torch.checker.spmd.ops.advice import LAYERS, NORM
 from shardmap_torch.checker.spmd.ops.losses import IGNORING, is_average
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
 from shardmap_torch.collectives.moves import EXTREMA
@@ -89,7 +89,7 @@ def by_dtensor(step: Step) -> list[Sharded]:
                 partial[result].add(axis)
                 means[result] |= {axis} - {axis if answer == "sum" else ""}
             elif answer is not None:
-                pending[result].add((axis, _extremum(answer)))
+                pending[result].add((axis, _extremum(step.op, answer)))
     columns = zip(dims, partial, pending, means, strict=True)
     return [Sharded(tuple(d), frozenset(p), frozenset(e), frozenset(m)) for d, p, e, m in columns]
 
@@ -108,7 +108,7 @@ def _asked_about(step: Step) -> OpOverload:
 
 
 _MOVED: Final = "on sharded operands it does not give shards of the result"
-_UNKNOWN: Final = ("its result would still have to be combined over the ranks", WRAP)
+_UNKNOWN: Final = "its result would still have to be combined over the ranks"
 
 
 def _laid_out(step: Step) -> Step:
@@ -187,11 +187,12 @@ def _sizes(local: Shape, global_shape: Shape) -> Hashable:
     return tuple(map(hashable_size, local)), tuple(map(hashable_size, global_shape))
 
 
-def _extremum(answer: str) -> str:
+def _extremum(op: OpOverload, answer: str) -> str:
     """Returns the reductions pending over ranks that are not sums."""
     if answer in EXTREMA:
         return answer
-    raise UnrelatedError(*(_AVERAGE if answer == "avg" else _UNKNOWN))
+    fix = NORM if "norm" in op._schema.name else WRAP
+    raise UnrelatedError(*(_AVERAGE if answer == "avg" else (_UNKNOWN, fix)))
 
 
 def _passed_on(axis: str, step: Step, result: int, dim: int) -> Dim:
