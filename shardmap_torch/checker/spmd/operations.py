@@ -33,7 +33,15 @@ from shardmap_torch.checker.spmd.layout import (
     numbers_of_shards,
     size_of_one_rank,
 )
-from shardmap_torch.checker.spmd.ops.advice import AVERAGED, DIVIDED, DRAWN, PER_RANK, PICKED, SHARD
+from shardmap_torch.checker.spmd.ops.advice import (
+    AVERAGED,
+    DIVIDED,
+    DRAWN,
+    MEANS,
+    PER_RANK,
+    PICKED,
+    SHARD,
+)
 from shardmap_torch.checker.spmd.ops.aten_rules import DRAW, propagate
 from shardmap_torch.checker.spmd.ops.losses import IGNORING
 from shardmap_torch.checker.spmd.ops.reductions import carried
@@ -155,8 +163,10 @@ class Operations:
     def _cause(self, call: PairedCall, name: str) -> str:
         """Says what makes a result a multiple of that on one device, by an argument."""
         here, there = call.arguments[name], call.event.arguments[name]
-        if is_divided():
-            return self.at(AVERAGED)
+        site = self._interpreter.site()[0]
+        source = "" if site is None else site.source
+        if is_divided() or ("pmean(" in source and "/" not in source):
+            return self.at(next((mean for mean in MEANS if mean in source), AVERAGED))
         if call.op in DIVIDING and there == 1 and here in numbers_of_shards(self._notes.sizes):
             mean = self._mean_before(call.tensors[0])
             twice = f", the second mean after {AVERAGED} at {mean}" if mean else ""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,10 +22,12 @@ from shardmap_torch import (
     ShardTypeError,
     all_gather,
     all_reduce,
+    axis_group,
     axis_index,
     axis_size,
     broadcast,
     convert,
+    lax,
     make_mesh,
     random,
     shard_map,
@@ -268,14 +271,14 @@ def test_a_batch_norm_says_what_to_do_about_its_statistics(norm: Any, text: str)
 
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
 TARGETS = torch.tensor([0, 5, 1, 1, 4, 2, 3, 3])
+TWO = make_mesh((2,), ("dp",), kind="simulated")
 COLUMNS, LINES = P(None, "dp"), P("dp")
 
 
 def outcome(body: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Tensor) -> Any:
     """Returns a result on two ranks, and the gradient of the first argument."""
-    mesh = make_mesh((2,), ("dp",), kind="simulated")
     x = args[0].clone().requires_grad_()
-    options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check": "global"}
+    options = {"mesh": TWO, "in_specs": in_specs, "out_specs": out_specs, "check": "global"}
     y = shard_map(body, **options)(x, *args[1:])
     (y * torch.linspace(0, 1, y.numel()).double().view(y.shape)).sum().backward()
     return y.detach(), x.grad
@@ -371,6 +374,25 @@ def test_an_argument_that_cannot_work_is_told_with_its_line(body: Callable[..., 
 def test_a_factor_that_is_no_fraction_is_told_in_digits() -> None:
     with pytest.raises(ShardTypeError, match=r"it is 1\.41421 times that value, because of div"):
         outcome(lambda x: x / x.shape[0] ** 0.5, LINES, LINES, ROWS)
+
+
+def averages_by_torch(x: Tensor) -> Tensor:
+    y = x.square().sum()
+    dist.all_reduce(y, dist.ReduceOp.AVG, group=axis_group(TWO, "dp"))
+    return y
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (averages_by_torch, "Fix: take ReduceOp.SUM in place of ReduceOp.AVG, which is right for"),
+        (lambda x: lax.pmean(x.square().sum(), "dp"), "Fix: take psum in place of pmean, which is"),
+    ],
+)
+def test_a_mean_of_what_is_to_be_added_is_told_as_it_is_written(body: Any, text: str) -> None:
+    with pytest.raises(ShardTypeError) as error:
+        shard_map(body, mesh=TWO, in_specs=LINES, out_specs=P(), check="global")(ROWS)
+    assert text in str(error.value)
 
 
 def test_microbatches_of_rows_are_told_of_parts() -> None:

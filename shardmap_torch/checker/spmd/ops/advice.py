@@ -122,6 +122,13 @@ def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
 AVERAGED: Final = "op='mean'"
 """The start of the cause of a factor that comes from a mean over the ranks."""
 
+MEANS: Final = {
+    AVERAGED: "leave out",
+    "ReduceOp.AVG": "take ReduceOp.SUM in place of",
+    "pmean": "take psum in place of",
+}
+"""The same by what users write, and what to do about it."""
+
 DIVIDED: Final = "a division by the number of ranks"
 """The start of the cause of a factor that comes from such a division."""
 
@@ -151,9 +158,10 @@ def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[
     if axis:
         return f"over {axis!r} it is the {what}, from {cause}", fix
     told = f"it is {in_digits(scale)} times that value, because of {cause}"
-    if cause.startswith(AVERAGED):
-        fix = "leave out op='mean', which is right for means of each rank's part."
-        return f"{told}, of what is to be added up", fix
+    for mean, instead in MEANS.items():
+        if cause.startswith(mean):
+            fix = f"{instead} {mean}, which is right for means of each rank's part."
+            return f"{told}, of what is to be added up", fix
     if cause.startswith(COPIES):
         return told, "leave out the all_reduce, or add up the numbers of each rank's own part."
     if cause.startswith(DIVIDED):
