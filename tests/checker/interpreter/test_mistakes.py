@@ -391,7 +391,8 @@ def averages_by_torch(x: Tensor) -> Tensor:
 )
 def test_a_mean_of_what_is_to_be_added_is_told_as_it_is_written(body: Any, text: str) -> None:
     with pytest.raises(ShardTypeError) as error:
-        shard_map(body, mesh=TWO, in_specs=LINES, out_specs=P(), check="global")(ROWS)
+        options: Any = {"mesh": TWO, "in_specs": LINES, "out_specs": P(), "check": "global"}
+        shard_map(body, **options)(ROWS)
     assert text in str(error.value)
 
 
