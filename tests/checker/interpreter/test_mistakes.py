@@ -390,9 +390,10 @@ def averages_by_torch(x: Tensor) -> Tensor:
     ],
 )
 def test_a_mean_of_what_is_to_be_added_is_told_as_it_is_written(body: Any, text: str) -> None:
+    options: Any = {"mesh": TWO, "in_specs": LINES, "out_specs": P(), "check": "global"}
+    mapped: Any = shard_map(body, **options)
     with pytest.raises(ShardTypeError) as error:
-        options: Any = {"mesh": TWO, "in_specs": LINES, "out_specs": P(), "check": "global"}
-        shard_map(body, **options)(ROWS)
+        mapped(ROWS)
     assert text in str(error.value)
 
 
