@@ -309,7 +309,7 @@ def calls_something_else(mesh: Mesh) -> None:
     f, x = reordered(mesh), random((8, 4), 0)
     g = shard_map(torch.sin, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
     expected = [f(x), f(x)]
-    with pytest.raises(CollectiveMismatchError, match=r"rank 0: body on .*\n.*rank 1: sin on"):
+    with pytest.raises(CollectiveMismatchError, match=r"rank 0: body at .*\n.*rank 1: sin at"):
         (f, g)[mesh.rank](x)
     with counting_replays() as runs:
         assert_equal([f(x), f(x)], expected)
