@@ -599,10 +599,11 @@ _IN_MODULES: Final[Mapping[str, str]] = {
     "shards, so write .mean(), which is that of all, in place of .sum() / size.",
     r", each after its all_reduce": ", which are those of all ranks; and of "
     "F.cross_entropy(x[mask], y[mask]) write F.cross_entropy(x, y.masked_fill(~mask, -100))",
-    r"(\b(?:var|std|norm|linalg_vector_norm)\w* is not what (?:.|\n)*Fix: )gather dim \d+ over "
-    r"'\w+' first, or wrap per-rank code in local_region\.": r"\1write it by means and sums, which "
-    "are those of all ranks: (x - x.mean(0)).square().mean(0) for a variance with correction=0, "
-    "x.square().sum().sqrt() for a norm.",
+    r"(\b(?:var|std)\w* is not what (?:.|\n)*Fix: )gather dim \d+ over '\w+' first, or wrap "
+    r"per-rank code in local_region\.": r"\1write it by means, which are those of all ranks: "
+    "(x - x.mean(0)).square().mean(0) for a variance with correction=0.",
+    r"all_reduce\(x\.square\(\)\.sum\(\), axis, dst=\.\.\.\)\.sqrt\(\); of gradients .*": "write "
+    "x.square().sum().sqrt(), whose sum is that of all ranks.",
     r"add the bias after the all_reduce over '\w+'": "call the module that has the weight, as "
     "self.down(x), whose style adds the bias once",
     r"all_reduce\((.*?), axis, op='mean', dst=R\)": r"\1",  # means are those of all ranks
