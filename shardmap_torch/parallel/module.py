@@ -1,6 +1,5 @@
 """`parallelize`: runs a module as one checked per-rank program, by a plan."""
 
-import gc
 import inspect
 import re
 import sys
@@ -13,7 +12,7 @@ from dis import opmap
 from functools import cached_property, partial
 from types import MethodType, TracebackType
 from typing import Any, Final, Literal, NoReturn, TypeVar, cast
-from warnings import warn, warn_explicit
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardmap_torch.checker.queries import closed_over
 from shardmap_torch.core.hashing import hash_text
-from shardmap_torch.core.source_location import call_site, error_site, users_part, warned_at
+from shardmap_torch.core.source_location import error_site, users_part
 from shardmap_torch.core.torch_private.engine import leave_uncompiled
 from shardmap_torch.core.torch_private.fake_modes import CheckMode
 from shardmap_torch.core.tree import Tree, flatten, map_leaves
@@ -49,6 +48,7 @@ from shardmap_torch.parallel.data import Data, read_data
 from shardmap_torch.parallel.equal_rows import reject_equal_shards
 from shardmap_torch.parallel.forwards import Shared, style_forward
 from shardmap_torch.parallel.losses import WholeBatch, WholeBatchNorm
+from shardmap_torch.parallel.optimizers import note_parameters, warn_of_optimizers
 from shardmap_torch.parallel.plan import ROOT, Plan, Style, is_style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import is_within_body, untracked, within_body
@@ -165,8 +165,9 @@ def parallelize(
 
     def place(resolved: Plan) -> Plan:
         if on.kind in PROCESS_KINDS:
-            _warn_of_optimizers([*module.parameters()])
+            warn_of_optimizers([*module.parameters()])
             _place(module, on, resolved, src_data_rank)
+            note_parameters(module)
         return resolved
 
     remake = partial(make_plan, module, on, styles, over, _optional(module, plan, styles), data)
@@ -828,19 +829,6 @@ def _described(module: nn.Module, src_data_rank: int | None, plan: Plan) -> Iter
         own = "" if src_data_rank is not None else f", hash {hash_text(x)}"
         own += "" if x.grad is None else ", with a gradient"
         yield f"  {name}: {show_shape(x.dtype, x.shape)}, {plan.specs[name]!r}{own}"
-
-
-def _warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
-    """Warns where an optimizer has been made of parameters that are replaced: it moves nothing."""
-    lists = [each for each in gc.get_referrers(*replaced) if isinstance(each, list)]
-    groups = gc.get_referrers(*lists) if lists else []
-    if any(isinstance(each, dict) and {"params", "lr"} <= each.keys() for each in groups):
-        message = (
-            "parallelize replaces the parameters of a module, and an optimizer holds those of "
-            "before: its steps would change nothing.\nFix: make it afterwards, of "
-            "module.parameters()."
-        )
-        warn_explicit(message, UserWarning, *warned_at(call_site()), registry={})
 
 
 def _put(

@@ -8,9 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
-from shardmap_torch import ColwiseParallel, Mesh, P, RowwiseParallel, device_put, full, parallelize
+from shardmap_torch import (
+    CollectiveMismatchError,
+    ColwiseParallel,
+    Mesh,
+    OptimizerError,
+    P,
+    RowwiseParallel,
+    device_put,
+    full,
+    parallelize,
+)
 from tests.programs.support.everywhere import run_on
 from tests.programs.support.harness import random
 from tests.support.fuzzing import sized
@@ -105,6 +116,94 @@ def made_before(mesh: Mesh) -> None:
 
 def test_an_optimizer_that_is_made_before_placing_is_told_of(gloo: Gloo) -> None:
     run_on("gloo", made_before, gloo, (2,), ("a",))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = model(), nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return self.scale * out
+
+
+PLAN = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
+OTHER = """\
+AdamW.load_state_dict: plain states are not of whole parameters:
+  layers.0.weight: exp_avg is float64[4, 4], and the parameter float64[8, 4]
+  layers.0.weight: exp_avg_sq is float64[4, 4], and the parameter float64[8, 4]
+Fix: load states of one device, whole on each process; of another mesh let all ranks call \
+get_state_dict, and load by set_state_dict(module, optimizer, model_state_dict=..., \
+optim_state_dict=..., options=StateDictOptions(full_state_dict=True))."""
+
+
+def step(module: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    functional.mse_loss(module(X), Y).backward()
+    optimizer.step()
+
+
+def load_states(mesh: Mesh) -> None:
+    for name in ("AdamW", "Adagrad", "ASGD", "NAdam", "SGD"):
+        one = Scaled()
+        make = RIGHT[name][0]
+        its: Any = make(one.parameters())
+        step(one, its)
+        module = parallelize(copy.deepcopy(one), mesh, PLAN)
+        optimizer: Any = make(module.parameters())
+        optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+        for _ in range(2):
+            step(one, its)
+            step(module, optimizer)
+        torch.testing.assert_close(full(list(module.parameters())), list(one.parameters()))
+        moments = [x for x in optimizer.state[module.layers[0].weight].values() if x.ndim == 2]
+        assert {x.placements for x in moments} == {(Shard(0),)}, name
+        assert {x.to_local().shape for x in moments} == {(4, 4)}, name
+
+
+def load_other_states(mesh: Mesh) -> None:
+    one = Scaled()
+    its: Any = optim.AdamW(one.parameters())
+    step(one, its)
+    module = parallelize(copy.deepcopy(one), mesh, PLAN)
+    cases: tuple[tuple[Callable[[Tensor], Tensor], type[Exception], str], ...] = (
+        (lambda x: x[:4] if x.shape == (8, 4) else x, OptimizerError, OTHER),
+        (lambda x: x + mesh.rank, CollectiveMismatchError, "  rank 1: scale, exp_avg: float64[]"),
+    )
+    for change, kind, text in cases:
+        state = copy.deepcopy(its.state_dict())
+        for moments in state["state"].values():
+            moments |= {key: change(x) for key, x in moments.items() if key != "step"}
+        optimizer: Any = optim.AdamW(module.parameters())
+        optimizer.load_state_dict(state)
+        with pytest.raises(kind) as caught:
+            step(module, optimizer)
+        assert text in f"{caught.value}", caught.value
+
+
+class Own(optim.SGD):
+    """Keeps a plain tensor of the shape of the parameter, which stays its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("average", torch.zeros(p.shape)).add_(1)
+
+
+def keep_own_states(mesh: Mesh) -> None:
+    module = parallelize(Scaled(), mesh, PLAN)
+    optimizer: Any = Own(module.parameters())
+    for _ in range(2):
+        step(module, optimizer)
+    assert {type(state["average"]) for state in optimizer.state.values()} == {Tensor}
+
+
+@pytest.mark.parametrize("load", [load_states, load_other_states, keep_own_states])
+def test_a_state_of_one_device_is_placed_as_the_parameters_are_or_refused(
+    load: Callable[[Mesh], None], gloo: Gloo
+) -> None:
+    run_on("gloo", load, gloo, (2,), ("a",))
 
 
 def test_each_optimizer_of_torch_for_dense_gradients_is_tried() -> None:

@@ -1,0 +1,125 @@
+"""Optimizers of torch beside `parallelize`: those made before it, and states of one device."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+from warnings import warn_explicit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardmap_torch.core.hashing import hash_text
+from shardmap_torch.core.source_location import call_site, warned_at
+from shardmap_torch.errors import OptimizerError, listing, show_shape
+from shardmap_torch.mesh import as_mesh
+from shardmap_torch.placing import compared
+
+_PATHS: Any = WeakIdKeyDictionary()
+"""Names of parameters of parallelized modules."""
+
+
+def warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
+    """Warns where an optimizer has been made of parameters that are replaced: it moves nothing."""
+    lists = [each for each in gc.get_referrers(*replaced) if isinstance(each, list)]
+    groups = gc.get_referrers(*lists) if lists else []
+    if any(isinstance(each, dict) and {"params", "lr"} <= each.keys() for each in groups):
+        message = (
+            "parallelize replaces the parameters of a module, and an optimizer holds those of "
+            "before: its steps would change nothing.\nFix: make it afterwards, of "
+            "module.parameters()."
+        )
+        warn_explicit(message, UserWarning, *warned_at(call_site()), registry={})
+
+
+def note_parameters(module: torch.nn.Module) -> None:
+    """Keeps the names of DTensors, of which steps of torch's optimizers place plain states."""
+    _PATHS.update({parameter: name for name, parameter in module.named_parameters()})
+    _watch_steps()
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_place_states)
+
+
+class _Plain(NamedTuple):
+    path: str
+    parameter: DTensor
+    state: dict[str, Any]
+    key: str
+
+    @property
+    def value(self) -> Tensor:
+        value: Tensor = self.state[self.key]
+        return value
+
+
+def _place_states(optimizer: Optimizer, *_: Any) -> None:
+    """Makes plain states, as `load_state_dict` gets of one device, DTensors as their parameters.
+
+    Raises:
+        OptimizerError: one has not the shape of its whole parameter.
+        CollectiveMismatchError: processes have loaded others.
+    """
+    # Steps of others than torch may well hold plain tensors of their own.
+    of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
+    if not of_torch or torch.compiler.is_compiling():
+        return
+
+    def read() -> list[_Plain]:
+        odd = [
+            f"{each.path}: {each.key} is {show_shape(each.value.dtype, each.value.shape)}, and the "
+            f"parameter {show_shape(each.parameter.dtype, each.parameter.shape)}"
+            for each in found
+            if each.value.shape != each.parameter.shape
+        ]
+        if odd:
+            raise OptimizerError(
+                listing(f"{name}: plain states are not of whole parameters:", odd) + _FIX
+            )
+        return found
+
+    def describe(found: list[_Plain]) -> Iterator[str]:
+        for path, _, state, key in found:
+            x = state[key]
+            yield f"  {path}, {key}: {show_shape(x.dtype, x.shape)}, hash {hash_text(x)}"
+
+    def place(found: list[_Plain]) -> None:
+        for _, like, state, key in found:
+            mesh, value = like.device_mesh, state[key]
+            state[key] = distribute_tensor(value, mesh, like.placements, src_data_rank=None)
+
+    name, found = f"{type(optimizer).__name__}.load_state_dict", [*_plain_states(optimizer)]
+    if found:
+        meshes = {each.parameter.device_mesh for each in found}
+        if any(mesh.size() < dist.get_world_size() for mesh in meshes):  # of a stage of a pipeline
+            return place(read())
+        compared(name, as_mesh(meshes.pop()), read, describe, place)
+
+
+_FIX = (
+    "\nFix: load states of one device, whole on each process; of another mesh let all ranks call "
+    "get_state_dict, and load by set_state_dict(module, optimizer, model_state_dict=..., "
+    "optim_state_dict=..., options=StateDictOptions(full_state_dict=True))."
+)
+
+
+def _plain_states(optimizer: Optimizer) -> Iterator[_Plain]:
+    every = [x for group in optimizer.param_groups for x in group["params"]]
+    for at, parameter in enumerate(every):
+        if isinstance(parameter, DTensor):
+            state = optimizer.state.get(parameter, {})
+            path = _PATHS.get(parameter, f"parameter {at}")
+            for key, value in state.items():
+                if type(value) is Tensor and (value.ndim or _is_of_number(parameter, key)):
+                    yield _Plain(path, parameter, state, key)
+
+
+def _is_of_number(parameter: DTensor, key: str) -> bool:
+    """Returns whether a number is the state of a parameter that is one, and no count of steps."""
+    return parameter.ndim == 0 and key not in ("step", "mu_product", "eta", "mu")
