@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardmap_torch import CollectiveError, P, ShardTypeError, lax, make_mesh, shard_map
 from shardmap_torch.mesh import Mesh
+from tests.support.golden import unplaced
 from tests.support.pool import Gloo
 
 Strategy = Literal["vmap", "ranks"]
@@ -271,7 +272,7 @@ ERRORS: list[tuple[str, str]] = [
 def test_misuse_is_told_in_full(expression: str, text: str) -> None:
     with pytest.raises(CollectiveError) as error:
         per_rank(lambda x: evaluate(expression, x), torch.zeros(4, 3), "vmap")
-    assert str(error.value) == text
+    assert unplaced(error.value) == text
 
 
 @pytest.mark.parametrize("name", ["psum", "pmax"])

@@ -137,6 +137,17 @@ def backward_in(scope: Scope) -> Iterator[None]:
         SCOPES.backward = before
 
 
+@contextmanager
+def outside() -> Iterator[None]:
+    """Runs the context as code outside of bodies and their backwards."""
+    before, SCOPES.backward = SCOPES.backward, None
+    try:
+        with enter_scope(None):
+            yield
+    finally:
+        SCOPES.backward = before
+
+
 def scope_of(name: str, axes: Sequence[str]) -> Scope:
     """Returns the current scope, after checking that `axes` may be used in it.
 

@@ -29,7 +29,6 @@ from shardmap_torch.checker.ir.sizes import EXACT
 from shardmap_torch.checker.rewrites import distributed
 from shardmap_torch.checker.rules.infer import Types
 from shardmap_torch.checker.rules.lattice import accepts, plain
-from shardmap_torch.checker.spmd.ops.advice import SENT
 from shardmap_torch.checker.verify.interpretation import Interpretation
 from shardmap_torch.checker.verify.outputs import (
     Exits,
@@ -445,6 +444,9 @@ class OneDevice:
         if isinstance(self.failure, ShardTypeError):
             raise self.failure
         if self.failure is not None:
+            # Here: importing the package of shardings takes a tenth of a second.
+            from shardmap_torch.checker.spmd.ops.advice import SENT
+
             at, text = f"  at {error_site(self.failure)}", f"{self.failure}"
             raise ShardTypeError(
                 f"{name}: check='global': on one device the body fails: "

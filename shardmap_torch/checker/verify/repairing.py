@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 from shardmap_torch.boundary.call import Call
 from shardmap_torch.boundary.matching import Match
 from shardmap_torch.checker.ir.repairs import FIRST, NONE, Repair, rejection_of, with_tried
-from shardmap_torch.checker.spmd.sharded import MICROBATCHES
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.errors import TRIED, ShardTypeError
 from shardmap_torch.spec import Entry, P, mismatches
@@ -134,6 +133,9 @@ class _Search:
                     return error
                 if isinstance(found, ShardTypeError):
                     waiting[:0] = _rescaled(repair, found)
+        # Here: importing the package of shardings takes a tenth of a second.
+        from shardmap_torch.checker.spmd.sharded import MICROBATCHES
+
         advised = [each.partition(" in place of ")[0] for each in known]
         advised = [each for each in advised if "(" in each]  # not the 0 of an index
         advised += ["Fix: gather"] * any(each.startswith("all_gather(") for each in known)

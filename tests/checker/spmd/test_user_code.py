@@ -119,7 +119,7 @@ def test_a_refusal_names_the_line_and_the_way_out() -> None:
     with pytest.raises(ShardTypeError) as caught:
         check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
     assert "in the backward at test_user_code.py" in str(caught.value)
-    assert "wrap per-rank code in local_region" in str(caught.value)
+    assert "optim.global_norm(grads, specs) is the norm" in str(caught.value)
 
 
 BROKEN: Final = "a region is not what it promises: the gradient of x is"

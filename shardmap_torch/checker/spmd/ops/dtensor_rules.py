@@ -30,6 +30,7 @@ from shardmap_torch.checker.spmd.ops.advice import LAYERS, NORM
 from shardmap_torch.checker.spmd.ops.losses import IGNORING, is_average
 from shardmap_torch.checker.spmd.sharded import WRAP, Sharded, Step
 from shardmap_torch.collectives.moves import EXTREMA
+from shardmap_torch.collectives.scope import outside
 from shardmap_torch.core.torch_private.engine import (
     DisableTorchFunction,
     OpOverload,
@@ -281,8 +282,8 @@ def _propagated(
     op: OpOverload, args: Any, kwargs: Any, size: int
 ) -> tuple[int | str | None, ...] | None:
     """Returns what torch answers, or None where it would move data first."""
-    # Outside of the interpreter's modes: what torch computes here is not the body's.
-    with DisableTorchFunction(), disable_current_modes():
+    # Outside of the body and its modes: what torch computes and asks for here is not the body's.
+    with outside(), DisableTorchFunction(), disable_current_modes():
         try:
             schema = _schema(op, args, dict(kwargs), _mesh(size))
             # Under a mode, torch 2.14 does not remember what moves cost by sizes, which it cannot
