@@ -133,7 +133,7 @@ class FlightRecorder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         with suppress(OSError), open(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
-            json.dump(dump, file, indent=1)
+            json.dump(dump, file, indent=1, default=str)
             return path
         return None
 
