@@ -139,12 +139,14 @@ def difference(name: str, reports: Mapping[int, Report]) -> str:
         )
     alike = [rank for rank in texts if plain[rank] == plain[first]]
     unlike = [rank for rank in others if plain[rank] == plain[others[0]]]
-    return (
-        f"{head}. The first difference:\n"
-        f"  {ranks_text(alike)}: {mine.strip()}\n"
-        f"  {ranks_text(unlike)}: {other.strip()}\n"
-        f"where:{places}\n{_fix(mine, other, default)}"
-    )
+    lines = f"  {ranks_text(alike)}: {mine.strip()}\n  {ranks_text(unlike)}: {other.strip()}"
+    data = _fix_of_data(mine, other)
+    fix = data or default + _ROWS * _are_batches(mine, other)
+    if parting is not None:  # the lines of the user tell more
+        head = f"{head}. They have come to it at different lines"
+        return f"{head}:{places}\nThe first difference:\n{lines}\n{fix}"
+    head = f"{name}: processes pass other data" if data else head
+    return f"{head}. The first difference:\n{lines}\nwhere:{places}\n{fix}"
 
 
 _CALL: Final = re.compile(r": a DTensor, (argument|result) \d+ of call \d+$")
@@ -168,8 +170,8 @@ def parting_of(reports: Mapping[int, Report]) -> Parting | None:
     return find_parting({rank: report.trail for rank, report in reports.items()})
 
 
-def _fix(one: str, other: str, default: str) -> str:
-    """Says what to do about two lines that differ."""
+def _fix_of_data(one: str, other: str) -> str:
+    """Says what to do about two lines that differ in values or dtypes; empty if in others too."""
     if _HASH.search(one) and _HASH.sub("", one) == _HASH.sub("", other):
         return (
             "Fix: pass the same global values on every process, drawn from one seed or read alike; "
@@ -177,7 +179,7 @@ def _fix(one: str, other: str, default: str) -> str:
         )
     if _DTYPE.search(one) and _DTYPE.sub("[", one) == _DTYPE.sub("[", other):
         return "Fix: pass tensors of one dtype on every process."
-    return default + _ROWS * _are_batches(one, other)
+    return ""
 
 
 _CODE: Final = (
@@ -233,10 +235,17 @@ def unequal_values(name: str, reports: Mapping[int, Report]) -> str:
 _COPIES: Final = "a DTensor is one value, equal on all ranks that have a copy of it"
 
 
+_REFUSAL: Final = re.compile(r"\S.* (is rejected|raises \w+): ")
+
+
 def _first_difference(one: str, two: str) -> tuple[str, str]:
     ours, theirs = one.splitlines(), two.splitlines()
     for mine, other in zip(ours, theirs, strict=False):
         if without_sites(mine) != without_sites(other):
+            # A refusal, which follows the arguments, is shown beside the call of the other.
+            if _REFUSAL.match(mine) or _REFUSAL.match(other):
+                pairs = (mine, ours[0]), (other, theirs[0])
+                mine, other = (x if _REFUSAL.match(x) else head for x, head in pairs)
             return mine, other
     shorter = min(len(ours), len(theirs))
     mine, other = ("".join(lines[shorter:][:1]) or "  its end" for lines in (ours, theirs))

@@ -19,8 +19,9 @@ _ALONE: Final = (
 )
 _SAME: Final = (
     "Fix: all ranks must come to the same, in the same order: with nothing of it under `if "
-    "mesh.rank == 0:`, and with as many turns of a loop (drop_last=True in a loader, a `break` by "
-    "what is equal on all ranks, as full(loss))."
+    "mesh.rank == 0:`, and with as many turns of a loop: a `break` after the smallest number of "
+    "batches that a rank has, or by what is equal on all ranks, as full(loss); or rows by "
+    "DistributedSampler, which pads."
 )
 
 

@@ -260,7 +260,7 @@ def users_part(error: BaseException) -> TracebackType | None:
     """
     if os.environ.get("SHARDMAP_TRACEBACK") == "full":
         return error.__traceback__
-    cause = error.__cause__
+    cause = error.__cause__ or error.__context__
     if cause is not None:
         cause.__traceback__ = users_part(cause)
     links: list[TracebackType] = []

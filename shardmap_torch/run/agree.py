@@ -69,9 +69,7 @@ class Description:
 
 def describe(call: Call, verdict: Verdict | None) -> Description:
     """Describes a call: its arguments, its specs, and its program if it has been checked."""
-    site = call_site()
-    head = f"{call.name} on the {call.mesh}" + (f"  # {site}" if site is not None else "")
-    lines = [head, *_arguments(call)]
+    lines = _head(call)
     if verdict is None:
         specs, _ = flatten(call.out_specs)
         lines += [f"  unchecked, out_specs: {specs!r}", _code(call.function)]
@@ -87,6 +85,12 @@ def describe(call: Call, verdict: Verdict | None) -> Description:
     head_only = Description.of(call.name, lines, program.fingerprint)
     text = "\n".join([head_only.text, *equations, *program.returned])
     return Description(call.name, text, head_only.digest)
+
+
+def _head(call: Call) -> list[str]:
+    site = call_site()
+    head = f"{call.name} on the {call.mesh}" + (f"  # {site}" if site is not None else "")
+    return [head, *_arguments(call)]
 
 
 def _code(function: Any) -> str:
@@ -126,11 +130,15 @@ def is_compared(static: object) -> bool:
     return type(static) in _PLAIN
 
 
-def refused(name: str, error: Exception) -> Description:
-    """Describes a call that the checker has rejected, or whose body raised an error."""
+def refused(name: str, error: Exception, call: Call | None = None) -> Description:
+    """Describes a call that the checker has rejected, or whose body raised an error.
+
+    Its arguments come first: where they differ, one rank may go on.
+    """
     known = isinstance(error, ShardMapError)
     why = f"is rejected: {error}" if known else f"raises {type(error).__name__}: {error}"
-    return Description(name, f"{name} {why}", zlib.crc32(f"{name} rejected".encode()))
+    lines = [*(_head(call) if call is not None else []), f"{name} {why}"]
+    return Description(name, "\n".join(lines), zlib.crc32(f"{name} rejected".encode()))
 
 
 def agree(

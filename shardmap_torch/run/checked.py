@@ -351,7 +351,7 @@ class Checked:
             known = self._find(key, call)
         except Exception as error:
             if control is not None:  # simulated ranks concern no other process
-                agree(refused(self._name, error), departure)
+                agree(refused(self._name, error, call), departure)
             raise
         if control is None:
             return known

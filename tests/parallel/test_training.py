@@ -196,7 +196,7 @@ def load_of_one_rank(folder: str) -> None:
         assert torch.equal(other(x), expected)
     with pytest.raises(CollectiveMismatchError) as unequal:
         module.load_state_dict({key: x + mesh.rank for key, x in plain.items()})
-    told = "Sequential.load_state_dict: processes run different programs. The first difference:\n"
+    told = "Sequential.load_state_dict: processes pass other data. The first difference:\n"
     assert f"{unequal.value}".startswith(f"{told}  rank 0: 0.weight: float64["), unequal.value
 
 

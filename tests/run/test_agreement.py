@@ -29,6 +29,7 @@ from shardmap_torch import (
     parallelize,
     shard_map,
 )
+from tests.support.golden import without_lines
 from tests.support.pool import Gloo
 
 
@@ -81,6 +82,29 @@ def test_an_argument_that_does_not_fit_on_one_process_is_told_on_every_one(gloo:
     assert first == second
     assert "  rank 0: same on the process_group mesh (i=2)  # test_agreement.py:" in first
     assert "  rank 1: same is rejected: same: the arguments do not match in_specs" in first
+
+
+def multiplies(x: Tensor, w: Tensor) -> Tensor:
+    return all_reduce(x @ w, "i", dst=I)
+
+
+def dtypes_on_one() -> None:
+    mesh = make_mesh((2,), ("i",), kind="process_group")
+    f = shard_map(multiplies, mesh=mesh, in_specs=(P(None, "i"), P("i")), out_specs=P())
+    f(torch.ones(2, 2, dtype=[torch.float32, torch.float64][mesh.rank]), torch.ones(2, 2))
+
+
+DTYPES = """\
+multiplies: processes pass other data. The first difference:
+  rank 0: x: float32[2, 2], P(None, 'i')
+  rank 1: x: float64[2, 2], P(None, 'i')
+where: ranks 0, 1 at test_agreement.py:LINE
+Fix: pass tensors of one dtype on every process."""
+
+
+def test_arguments_are_compared_before_one_rank_is_told_that_they_do_not_fit(gloo: Gloo) -> None:
+    for raised in gloo(2).run(dtypes_on_one, expect_error=True):
+        assert without_lines(f"{raised.text}") == DTYPES
 
 
 def in_worker() -> list[str]:
@@ -365,7 +389,7 @@ def places_and_gathers() -> list[str]:
 
 def test_placing_and_gathering_are_compared_before_they_begin(gloo: Gloo) -> None:
     first, second = gloo(2).run(places_and_gathers)
-    told = "processes run different programs"  # after the name of the rank's own function
+    told = ": processes "  # after the name of the rank's own function
     assert [e.partition(told)[2] for e in first] == [e.partition(told)[2] for e in second]
     values, specs, wrong, order, others, plans, weights = first
     assert "rank 0: tree: float32[8], hash " in values
