@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardmap_torch.control.board import Report
+from shardmap_torch.control.board import Report, Step
 from shardmap_torch.control.messages import difference, fix_of_torchs
 
 ROWS = " A batch has as many rows on every process: drop the last one of a loader "
@@ -62,3 +62,22 @@ def test_a_collective_of_torch_on_a_gradient_is_told_that_it_is_summed() -> None
         "out what adds them up, or divides them, once more."
     )
     assert fix_of_torchs(RuntimeError("timeout")).startswith("Fix: all ranks must come to a coll")
+
+
+def test_the_lines_of_ranks_come_before_how_their_programs_differ() -> None:
+    first = Step(1, "step", "train.py:1: step(x)")
+    evaluates = Step(2, "step", "train.py:3: print(step(x))")
+    trails = [(first, evaluates), (first, first._replace(check=2))]
+    texts = "step\n  x: P('dp')", "step\nbackward:"
+    reports = {
+        at: Report(2, trail[-1].site, text, (), trail)
+        for at, (text, trail) in enumerate(zip(texts, trails, strict=True))
+    }
+    assert difference("step", reports).splitlines()[:-1] == [
+        "step: processes run different programs. They have come to it at different lines:",
+        "  rank 0: step at train.py:3: print(step(x))",
+        "  rank 1: step at train.py:1: step(x)",
+        "The first difference:",
+        "  rank 0: x: P('dp')",
+        "  rank 1: backward:",
+    ]
