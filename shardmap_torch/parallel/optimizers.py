@@ -66,9 +66,10 @@ def _place_states(optimizer: Optimizer, *_: Any) -> None:
         OptimizerError: one has not the shape of its whole parameter.
         CollectiveMismatchError: processes have loaded others.
     """
+    if torch.compiler.is_compiling():
+        return
     # Steps of others than torch may well hold plain tensors of their own.
-    of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
-    if not of_torch or torch.compiler.is_compiling():
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
         return
 
     def read() -> list[_Plain]:
