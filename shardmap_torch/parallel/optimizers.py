@@ -73,16 +73,7 @@ def _place_states(optimizer: Optimizer, *_: Any) -> None:
         return
 
     def read() -> list[_Plain]:
-        odd = [
-            f"{each.path}: {each.key} is {show_shape(each.value.dtype, each.value.shape)}, and the "
-            f"parameter {show_shape(each.parameter.dtype, each.parameter.shape)}"
-            for each in found
-            if each.value.shape != each.parameter.shape
-        ]
-        if odd:
-            raise OptimizerError(
-                listing(f"{name}: plain states are not of whole parameters:", odd) + _FIX
-            )
+        _require_whole(name, found)
         return found
 
     def describe(found: list[_Plain]) -> Iterator[str]:
@@ -101,6 +92,18 @@ def _place_states(optimizer: Optimizer, *_: Any) -> None:
         if any(mesh.size() < dist.get_world_size() for mesh in meshes):  # of a stage of a pipeline
             return place(read())
         compared(name, as_mesh(meshes.pop()), read, describe, place)
+
+
+def _require_whole(name: str, found: Sequence[_Plain]) -> None:
+    odd = [
+        f"{each.path}: {each.key} is {show_shape(each.value.dtype, each.value.shape)}, and the "
+        f"parameter {show_shape(each.parameter.dtype, each.parameter.shape)}"
+        for each in found
+        if each.value.shape != each.parameter.shape
+    ]
+    if odd:
+        head = f"{name}: plain states are not of whole parameters:"
+        raise OptimizerError(listing(head, odd) + _FIX)
 
 
 _FIX = (
