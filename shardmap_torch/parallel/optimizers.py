@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 from warnings import warn_explicit
 
@@ -49,14 +49,10 @@ def _watch_steps() -> None:
 
 class _Plain(NamedTuple):
     path: str
-    parameter: DTensor
+    like: DTensor
     state: dict[str, Any]
     key: str
-
-    @property
-    def value(self) -> Tensor:
-        value: Tensor = self.state[self.key]
-        return value
+    value: Tensor
 
 
 def _place_states(optimizer: Optimizer, *_: Any) -> None:
@@ -69,41 +65,27 @@ def _place_states(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     # Steps of others than torch may well hold plain tensors of their own.
-    if not type(optimizer).step.__module__.startswith("torch.optim."):
-        return
-
-    def read() -> list[_Plain]:
-        _require_whole(name, found)
-        return found
-
-    def describe(found: list[_Plain]) -> Iterator[str]:
-        for path, _, state, key in found:
-            x = state[key]
-            yield f"  {path}, {key}: {show_shape(x.dtype, x.shape)}, hash {hash_text(x)}"
-
-    def place(found: list[_Plain]) -> None:
-        for _, like, state, key in found:
-            mesh, value = like.device_mesh, state[key]
-            state[key] = distribute_tensor(value, mesh, like.placements, src_data_rank=None)
-
-    name, found = f"{type(optimizer).__name__}.load_state_dict", [*_plain_states(optimizer)]
-    if found:
-        meshes = {each.parameter.device_mesh for each in found}
-        if any(mesh.size() < dist.get_world_size() for mesh in meshes):  # of a stage of a pipeline
-            return place(read())
-        compared(name, as_mesh(meshes.pop()), read, describe, place)
+    of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
+    found = [*_plain_states(optimizer)] if of_torch else []
+    name = f"{type(optimizer).__name__}.load_state_dict"
+    read = partial(_require_whole, name, found)
+    if any(each.like.device_mesh.size() < dist.get_world_size() for each in found):
+        _place(read())  # of a stage of a pipeline, which other ranks do not have
+    elif found:
+        compared(name, as_mesh(found[0].like.device_mesh), read, _describe, _place)
 
 
-def _require_whole(name: str, found: Sequence[_Plain]) -> None:
+def _require_whole(name: str, found: list[_Plain]) -> list[_Plain]:
     odd = [
-        f"{each.path}: {each.key} is {show_shape(each.value.dtype, each.value.shape)}, and the "
-        f"parameter {show_shape(each.parameter.dtype, each.parameter.shape)}"
-        for each in found
-        if each.value.shape != each.parameter.shape
+        f"{path}: {key} is {show_shape(x.dtype, x.shape)}, and the parameter "
+        f"{show_shape(like.dtype, like.shape)}"
+        for path, like, _, key, x in found
+        if x.shape != like.shape
     ]
     if odd:
         head = f"{name}: plain states are not of whole parameters:"
         raise OptimizerError(listing(head, odd) + _FIX)
+    return found
 
 
 _FIX = (
@@ -113,17 +95,24 @@ _FIX = (
 )
 
 
+def _describe(found: list[_Plain]) -> Iterator[str]:
+    for path, _, _, key, x in found:
+        yield f"  {path}, {key}: {show_shape(x.dtype, x.shape)}, hash {hash_text(x)}"
+
+
+def _place(found: list[_Plain]) -> None:
+    for _, like, state, key, x in found:
+        state[key] = distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def _plain_states(optimizer: Optimizer) -> Iterator[_Plain]:
     every = [x for group in optimizer.param_groups for x in group["params"]]
-    for at, parameter in enumerate(every):
-        if isinstance(parameter, DTensor):
-            state = optimizer.state.get(parameter, {})
-            path = _PATHS.get(parameter, f"parameter {at}")
-            for key, value in state.items():
-                if type(value) is Tensor and (value.ndim or _is_of_number(parameter, key)):
-                    yield _Plain(path, parameter, state, key)
+    for at, like in enumerate(every):
+        state = optimizer.state.get(like, {}) if isinstance(like, DTensor) else {}
+        for key, x in state.items():
+            # A number is a count of steps, or the state of a parameter that is one.
+            if type(x) is Tensor and (x.ndim or (like.ndim == 0 and key not in _COUNTS)):
+                yield _Plain(_PATHS.get(like, f"parameter {at}"), like, state, key, x)
 
 
-def _is_of_number(parameter: DTensor, key: str) -> bool:
-    """Returns whether a number is the state of a parameter that is one, and no count of steps."""
-    return parameter.ndim == 0 and key not in ("step", "mu_product", "eta", "mu")
+_COUNTS = ("step", "mu_product", "eta", "mu")
