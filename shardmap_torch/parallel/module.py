@@ -603,7 +603,7 @@ _IN_MODULES: Final[Mapping[str, str]] = {
     r"(\b(?:var|std)\w* is not what (?:.|\n)*Fix: )gather dim \d+ over '\w+' first, or wrap "
     r"per-rank code in local_region\.": r"\1write it by means, which are those of all ranks: "
     "(x - x.mean(0)).square().mean(0) for a variance with correction=0.",
-    r"all_reduce\(x\.square\(\)\.sum\(\), axis, dst=\.\.\.\)\.sqrt\(\); of gradients .*": "write "
+    r"all_reduce\(x\.square\(\)\.sum\(\), axis, dst=R\)\.sqrt\(\), .*": "write "
     "x.square().sum().sqrt(), whose sum is that of all ranks.",
     r"add the bias after the all_reduce over '\w+'": "call the module that has the weight, as "
     "self.down(x), whose style adds the bias once",

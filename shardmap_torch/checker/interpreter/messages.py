@@ -13,6 +13,7 @@ from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.checker.rules.lattice import (
     BRANCH,
     MIXED,
+    SUM_FIRST,
     UNBRANCHED,
     Refusal,
     branch_advice,
@@ -331,7 +332,7 @@ def _source_advice(
     if have in (I, R, K):
         return _equal_advice(collective, called, axis, have, expected)
     if have == Partial:
-        return f"take the sum first, with all_reduce(x, {axis!r}, dst=...)."
+        return f"take the sum first, with {SUM_FIRST.format(axis=repr(axis))}."
     if have == V:
         return f"all_reduce or all_gather it over {axis!r} first."
     return f"convert(x, {axis!r}, src={have}, dst={expected}) changes the type."

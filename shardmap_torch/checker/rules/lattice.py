@@ -37,6 +37,11 @@ class Reason:
         return f"{self.advice}{more}".format(axis=repr(axis))
 
 
+SUM_FIRST: Final = (
+    "all_reduce(x, {axis}, dst=I), or dst=R if ranks go on with it on their own shards"
+)
+"""The sum over an axis of what is pending, in advice."""
+
 MIXED: Final = Reason(
     "the I operand's gradient would differ between ranks and never be summed",
     "convert the I operand with convert(x, {axis}, src=I, dst=R), which sums its gradient, or "
@@ -46,11 +51,11 @@ MIXED: Final = Reason(
 )
 COUNTED: Final = Reason(
     "an addend that is equal on all ranks would be counted once per rank",
-    "take the sum first, with all_reduce(x, {axis}, dst=...), and add this to it.",
+    f"take the sum first, with {SUM_FIRST}, and add this to it.",
 )
 NONLINEAR: Final = Reason(
     "the operation is not linear, so it cannot be applied to a pending sum",
-    "take the sum first, with all_reduce(x, {axis}, dst=...); leave out a later one.",
+    f"take the sum first, with {SUM_FIRST}; leave out a later one.",
 )
 PRODUCT: Final = Reason(
     "a sum over ranks can only be multiplied by what is equal on all ranks, R or K",
@@ -65,11 +70,11 @@ SELECTION: Final = Reason(
 )
 INTEGER: Final = Reason(
     "a sum of rounded values is not the rounded sum",
-    "take the sum first, with all_reduce(x, {axis}, dst=...), and round it.",
+    f"take the sum first, with {SUM_FIRST}, and round it.",
 )
 WRAPPED: Final = Reason(
     "a sum of integers that few bits hold is not that sum in more bits, as each wraps",
-    "cast the values before they are added up, or after all_reduce(x, {axis}, dst=...).",
+    f"cast the values before they are added up, or after {SUM_FIRST}.",
 )
 BITS: Final = Reason("the bits of a pending sum mean nothing")
 BRANCH: Final = Reason("the ranks would get different Python values or shapes, and diverge")

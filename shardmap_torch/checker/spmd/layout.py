@@ -207,9 +207,12 @@ def _fitted(dims: tuple[Dim, ...], local: Shape, global_shape: Shape) -> Sharded
         here = prod(base for axis, base in dim if axis is None)
         there = prod(base for _, base in dim)
         if (here, there) != (mine, all_):
+            ranks = there // here
+            all_ranks = f"each of {ranks} ranks, which together are {mine * ranks},"
+            some = all_ranks if ranks > 1 else "a rank"
             raise UnrelatedError(
-                f"dim {number} of the result, {in_words(dim)}, has size {mine} on a rank and "
-                f"would have {all_} on one device",
+                f"dim {number} of the result, {in_words(dim)}, has size {mine} on {some} "
+                f"and one device would have {all_} there",
                 "write sizes that are right on one device too: -1, x.shape[...], or a size "
                 "divided by axis_size(axis); in a module that is parallelized, LocalAttributes "
                 "divides those that it keeps.",

@@ -29,8 +29,9 @@ WRAP: Final = "gather the operands first, or wrap per-rank code in local_region.
 GATHER: Final = "gather it first, with all_gather."
 """Advice where a dim must be unsharded."""
 
+GATHERED: Final = "gather it first, with all_gather; or "
 MICROBATCHES: Final = (
-    "gather it first, with all_gather; or make the parts a dim of their own: microbatches by "
+    f"{GATHERED}make the parts a dim of their own: microbatches by "
     "x.view(micro, rows, ...), sharded as P(None, axis), and x.unbind(0); matrices packed in one "
     "weight by [d, h, parts], sharded as P(None, axis), and x.unbind(-1)."
 )

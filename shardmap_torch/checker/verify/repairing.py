@@ -1,8 +1,8 @@
 """Searches for the repair that is printed with an error: changes of the program, tried in turn."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Final
 
@@ -42,8 +42,8 @@ _SHAPES: Final = 24
 """That of other specs where shapes do not fit, which most attempts find out early."""
 
 
-NOT_ENOUGH: Final = "Tried, and not enough by itself: more than that differs from one device."
-"""A line about advice that was tried, and makes no right program."""
+NOT_ENOUGH: Final = "Tried, and not enough by itself, as more differs from one device: "
+"""The start of a line about advice that was tried, and makes no right program."""
 
 _NUMBERS: Final = 3
 """Maximal number of these that are tried by random numbers, where layouts prove nothing."""
@@ -105,7 +105,7 @@ def note_spec(
 
 @dataclass
 class _Search:
-    """Bounds of a search: how many repairs numbers may still decide about, and if one could not."""
+    """Bounds of a search: how many repairs numbers may still decide about, and about which not."""
 
     call: Call
     error: ShardTypeError
@@ -113,11 +113,11 @@ class _Search:
     attempt: Attempt
     confirm: Confirm
     numbers: int = 0
-    undecided: bool = False
+    undecided: list[str] = field(default_factory=list)
 
     def result(self) -> ShardTypeError:
         """Returns the error to show."""
-        is_local, known = self.strictness == "local", set[str]()
+        is_local, known = self.strictness == "local", list[str]()
         self.numbers = _NUMBERS if is_local or rejection_of(self.error).refuted else 0
         for error, repairs, count in self._proposals():
             waiting, last = [*repairs], len(known) + count
@@ -125,7 +125,7 @@ class _Search:
                 repair = waiting.pop(0)
                 if repair.text in known:
                     continue
-                known.add(repair.text)
+                known.append(repair.text)
                 found = self.checked(repair)
                 is_equal = self.is_equal(repair, found)
                 if is_equal is not False:
@@ -133,16 +133,28 @@ class _Search:
                     return error
                 if isinstance(found, ShardTypeError):
                     waiting[:0] = _rescaled(repair, found)
-        # Here: importing the package of shardings takes a tenth of a second.
-        from shardmap_torch.checker.spmd.sharded import MICROBATCHES
-
-        advised = [each.partition(" in place of ")[0] for each in known]
-        advised = [each for each in advised if "(" in each]  # not the 0 of an index
-        advised += ["Fix: gather"] * any(each.startswith("all_gather(") for each in known)
-        text = f"{self.error}".replace(MICROBATCHES, "")  # of which a gather is the first way only
-        if not self.undecided and any(each in text for each in advised):
-            self.error.args = (f"{self.error}\n{NOT_ENOUGH}",)
+        self._note_failed(known)
         return self.error
+
+    def _note_failed(self, known: Collection[str]) -> None:
+        """Says which advice of the error was tried in vain, where numbers need not decide.
+
+        Where a dim is taken apart a gather is one of two ways, and is left out then.
+        """
+        # Here: importing the package of shardings takes a tenth of a second.
+        from shardmap_torch.checker.spmd.sharded import GATHERED
+
+        gathers = [each for each in known if each.startswith("all_gather(")]
+        in_vain = bool(gathers) and set(gathers).isdisjoint(self.undecided)
+        text = f"{self.error}".replace(GATHERED, "" if in_vain else GATHERED)
+        failed = gathers if "Fix: gather" in text.replace(GATHERED, "") else []
+        for each in known:
+            code = each.partition(" in place of ")[0]  # not the 0 of an index
+            whole = text.replace(f"{code}, or dst=", "")  # of which that type is one of two
+            failed += [each] * ("(" in code and code in whole and each not in failed)
+        if failed and not self.undecided:
+            text += f"\n{NOT_ENOUGH}{'; '.join(failed)}"
+        self.error.args = (text,)
 
     def _proposals(self) -> Iterator[tuple[ShardTypeError, Sequence[Repair], int]]:
         """Yields errors, what they propose, and how many of that are tried.
@@ -169,7 +181,7 @@ class _Search:
             if isinstance(self._attempted(repair, "local"), ShardTypeError):
                 return False
             if not self.numbers:
-                self.undecided = True
+                self.undecided.append(repair.text)
                 return False
             self.numbers -= 1
         return self.confirm(self.call, repair, found)

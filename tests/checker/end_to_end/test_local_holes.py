@@ -415,7 +415,9 @@ def test_a_cache_of_functools_that_the_body_fills_is_told(simulate: Any) -> None
         with pytest.raises(ShardTypeError) as caught:
             mapped(DATA)
         assert "a tensor that has no data: it was kept when the body was" in str(caught.value)
-        assert "Fix: compute it in each call, or before the first one" in str(caught.value)
+        assert "Fix: compute it in each call, without functools.cache or what else keeps it" in str(
+            caught.value
+        )
     places.cache_clear()
     places()
     assert mapped(DATA).shape == (6,)

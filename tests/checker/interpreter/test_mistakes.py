@@ -176,7 +176,26 @@ def counts_in_a_loss(w: Params, x: Tensor, y: Tensor) -> Any:
     return value_and_grad(loss)(w)[0]
 
 
+def compares_ids_with_the_rows_of_a_shard(w: Params, x: Tensor, y: Tensor) -> Any:
+    ids, table = x.long(), w["down"]
+    mine = (ids >= 0) & (ids < table.shape[0])
+    rows = functional.embedding(ids.clamp(0, table.shape[0] - 1), table)
+    return all_reduce(torch.where(mine[..., None], rows, 0.0), "tp", dst=I)
+
+
+def clamps_ids_to_the_rows_of_a_shard(w: Params, x: Tensor, y: Tensor) -> Any:
+    rows = functional.embedding(x.long().clamp(max=w["down"].shape[0] - 1), w["down"])
+    return all_reduce(rows, "tp", dst=I)
+
+
+def looks_positions_of_a_shard_up_by_an_index(w: Params, x: Tensor, y: Tensor) -> Any:
+    return forward(w, x + torch.eye(8)[torch.arange(x.shape[0])])
+
+
 MISTAKES: dict[Body, Any] = {
+    compares_ids_with_the_rows_of_a_shard: P("dp"),
+    clamps_ids_to_the_rows_of_a_shard: P("dp"),
+    looks_positions_of_a_shard_up_by_an_index: P("dp"),
     counts_in_a_loss: P(),
     steps_by_gradients_of_one_loss_that_are_not_summed: (SPECS, P()),
     steps_by_gradients_of_each_rank_s_loss: SPECS,
@@ -211,6 +230,20 @@ def test_a_mistake_is_told_by_its_cause(body: Body) -> None:
     with pytest.raises(ShardTypeError) as error:
         mapped(W, X, X)
     hold("mistakes.txt", body.__name__, str(error.value))
+
+
+def test_a_gather_that_shapes_refuse_is_not_advised_for_packed_matrices() -> None:
+    def packed(x: Tensor, w: Tensor, down: Tensor) -> Tensor:
+        gate, up = (x @ w).chunk(2, dim=-1)
+        return all_reduce((functional.silu(gate) * up) @ down, "tp", dst=I)
+
+    specs = (P(), P(None, "tp"), P("tp"))
+    mapped = shard_map(packed, mesh=MESH, in_specs=specs, out_specs=P(), check="global")
+    with pytest.raises(ShardTypeError) as error:
+        mapped(X, torch.randn(8, 32), W["down"])
+    text, _, tried = str(error.value).rpartition("\n")
+    hold("mistakes.txt", "packed", text)
+    assert tried.startswith("Tried with numbers over 'tp' as well")
 
 
 def test_rows_of_a_rank_are_rows_of_what_all_gather_gives() -> None:

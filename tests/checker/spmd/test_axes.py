@@ -64,7 +64,8 @@ RIGHT: Final[list[Body]] = [ring, by_rank, over_both, gathered, differentiated]
 ADDED_TWICE: Final = (
     "add is not what it is on one device: over 'tp' an operand is a pending sum: an addend that is "
     "equal on all ranks would be counted once per rank.",
-    "Fix: take the sum first, with all_reduce(x.sum(), 'tp', dst=...), and add this to it.",
+    "Fix: take the sum first, with all_reduce(x.sum(), 'tp', dst=I), or dst=R if ranks go on with "
+    "it on their own shards, and add this to it.",
 )
 WRONG: Final[list[tuple[Body, tuple[str, str]]]] = [
     (
@@ -72,7 +73,7 @@ WRONG: Final[list[tuple[Body, tuple[str, str]]]] = [
         (
             ADDED_TWICE[0],
             "Tried, and accepted also by check='global': convert(b, 'tp', src=R, dst=Partial) in "
-            "place of b in add at test_axes.py:71",
+            "place of b in add at test_axes.py:72",
         ),
     ),
     (

@@ -66,7 +66,10 @@ _SCALE: Final = (
     "it is applied to may stay a pending sum, for a later all_reduce. Losses of nn do so with "
     "batch_axis='tp'."
 )
-_FIRST: Final = "take the sum first, with all_reduce({}, 'tp', dst=...)"
+_FIRST: Final = (
+    "take the sum first, with all_reduce({}, 'tp', dst=I), or dst=R if ranks go on with it on "
+    "their own shards"
+)
 
 CASES: Final[dict[str, Case]] = {
     "square": Case(

@@ -27,6 +27,13 @@ NUMBER: Final = (
 )
 """Advice where an argument, or a factor, is another number on one device."""
 
+COMPARED: Final = (
+    "if these are ids of a sharded table, every rank compares them with 0 ... n of its own rows: "
+    "subtract axis_index(axis) * n from them first, or look them up by "
+    f"nn.vocab_parallel_embedding. Otherwise, {NUMBER}"
+)
+"""The same where integers are compared with that number, or clamped to it."""
+
 SENT: Final = (
     "one device has one rank, and its value is another than that of a rank of several. Rows of one "
     "rank's part are rows of all_gather(x, axis, dim=0, dst=R), by their global numbers, as [4:5]; "
@@ -83,7 +90,8 @@ STACKED: Final = "gather along the dim that the blocks are of, with tiled=True."
 
 
 NORM: Final = (
-    "squares add up, and norms do not: all_reduce(x.square().sum(), axis, dst=...).sqrt(); of "
+    "squares add up, and norms do not: all_reduce(x.square().sum(), axis, dst=R).sqrt(), or "
+    "dst=I if all ranks go on alike; of "
     "gradients sharded by specs optim.global_norm(grads, specs) is the norm, by which "
     "clip_by_global_norm clips."
 )
@@ -119,6 +127,9 @@ def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
     )
 
 
+DST: Final = "dst=R if ranks go on with it on their own shards, dst=I if all do the same"
+"""Advice about the type after a sum."""
+
 AVERAGED: Final = "op='mean'"
 """The start of the cause of a factor that comes from a mean over the ranks."""
 
@@ -151,7 +162,8 @@ def multiple(scale: Fraction, cause: str, axis: str, is_pending: bool) -> tuple[
         is_pending: whether the means have not been summed yet.
     """
     if axis and is_pending:
-        what, fix = "mean of a rank's part", f"all_reduce it over {axis!r} with op='mean' first."
+        what = "mean of a rank's part"
+        fix = f"all_reduce it over {axis!r} first, with op='mean', and {DST}."
     elif axis:
         what = "sum of the means of all parts"
         fix = f"reduce it over {axis!r} with op='mean', or divide the mean by axis_size({axis!r})."

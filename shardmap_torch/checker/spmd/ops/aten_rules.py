@@ -25,7 +25,7 @@ from shardmap_torch.checker.spmd.layout import (
     unsharded,
 )
 from shardmap_torch.checker.spmd.ops import indexing, letters
-from shardmap_torch.checker.spmd.ops.advice import KEY, NUMBER, PART, STATISTICS, counted
+from shardmap_torch.checker.spmd.ops.advice import COMPARED, KEY, NUMBER, PART, STATISTICS, counted
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.ops.reductions import add, average, extremum
 from shardmap_torch.checker.spmd.sharded import (
@@ -58,13 +58,20 @@ def propagate(step: Step) -> list[Sharded]:
             continue
         raise UnrelatedError(
             f"its argument {name} is {step.arguments[name]} on a rank and {there} on one device",
-            STATISTICS if name == "normalized_shape" else NUMBER,
+            STATISTICS if name == "normalized_shape" else _number(step),
         )
     _reject_counted(step, rule)
     return rule(step)
 
 
 DRAW: Final = "shardmap_torch::threefry"
+
+_COMPARING: Final = overloads("lt.Scalar le.Scalar gt.Scalar ge.Scalar clamp clamp_ clamp_max")
+
+
+def _number(step: Step) -> str:
+    is_of_ids = step.op in _COMPARING and not step.tensors[0].is_floating_point()
+    return COMPARED if is_of_ids else NUMBER
 
 
 def _reject_counted(step: Step, rule: Rule) -> None:

@@ -18,7 +18,7 @@ from shardmap_torch.checker.spmd.layout import (
     step_of,
     unsharded,
 )
-from shardmap_torch.checker.spmd.ops.advice import LAYERS, NUMBER
+from shardmap_torch.checker.spmd.ops.advice import LAYERS, NUMBER, counted
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
 from shardmap_torch.checker.spmd.sharded import GATHER, MICROBATCHES, WRAP, Sharded, Step, shards_of
 
@@ -27,7 +27,7 @@ def read(step: Step) -> list[Sharded]:
     """Lays out `x[:, ids]`: the dims of the indices take the place of those that they index."""
     x, indices = step.arguments["self"], step.arguments["indices"]
     places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
-    found = _resolved(x, indices)
+    found = _resolved(step)
     rank = max(len(index.global_shape) for index in found)
     kept = [x.dims[dim] for dim in range(len(x.dims)) if dim not in places]
     return [Sharded(tuple(_in_place(places, broadcast(found, rank), kept)))]
@@ -42,7 +42,7 @@ def write(step: Step) -> list[Sharded]:
     places = [dim for dim, index in enumerate(indices) if isinstance(index, ShardedTensor)]
     if any(x.dtype in (torch.bool, torch.uint8) for x in step.tensors_of("indices")):
         return _masked(x, shards_of(indices)[0], values, places)
-    found = _resolved(x, indices)
+    found = _resolved(step)
     rank = max(len(index.global_shape) for index in found)
     own = [
         index.dims
@@ -144,13 +144,14 @@ def _require_like(values: ShardedTensor, dims: Sequence[Dim]) -> None:
             )
 
 
-def _resolved(x: ShardedTensor, indices: Sequence[object]) -> list[ShardedTensor]:
+def _resolved(step: Step) -> list[ShardedTensor]:
     """The indices; one that counts a rank's own entries of a dim is sharded as that dim is.
 
     Raises:
-        UnrelatedError: another one picks from a sharded dim.
+        UnrelatedError: another one picks from a sharded dim, or counts entries of another tensor.
     """
-    found = []
+    x, indices = step.arguments["self"], step.arguments["indices"]
+    found: list[ShardedTensor] = []
     for dim, index in enumerate(indices):
         if not isinstance(index, ShardedTensor):
             continue
@@ -158,6 +159,9 @@ def _resolved(x: ShardedTensor, indices: Sequence[object]) -> list[ShardedTensor
         if own and _counts(x, dim, index, own[0]):
             dims = tuple(x.dims[dim] if at in own else each for at, each in enumerate(index.dims))
             found.append(replace(index, dims=dims))
+        elif own and unsharded(x.global_shape[dim]) == x.dims[dim]:
+            made = step.tensors_of("indices")[len(found)]
+            raise UnrelatedError(*counted("index", False), made)
         elif own or x.dims[dim] == ANY or axes_of(x.dims[dim]):
             advice = f"{LAYERS['index']}; or {WRAP}" if dim == 0 else WRAP
             raise UnrelatedError("it picks entries along a dim that is sharded", advice)
