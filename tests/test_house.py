@@ -20,7 +20,7 @@ PAGE: Final = (REPO / "docs" / "architecture.md").read_text()
 ROW: Final = re.compile(r"^\| (.+?) \| ([\d,]+) \| .+ \|$", re.MULTILINE)
 TOTALS: Final = re.compile(r"may have ([\d,]+) lines in all and the tests ([\d,]+)")
 FOLDERS: Final = ("shardmap_torch", "ops", "kernels")
-MAX_FILES, GOAL = 307, 55_000
+MAX_FILES, GOAL = 311, 55_000
 
 
 def sources(*folders: str) -> list[Path]:
