@@ -100,6 +100,7 @@ def refused(mistake: str, mesh: Any) -> str:
 
 
 @pytest.mark.usefixtures("repairs")
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_plan_is_refused_with_one_that_is_as_on_one_device(mistake: str) -> None:
     mesh = make_mesh((2,), ("tp",), kind="simulated")

@@ -80,6 +80,7 @@ def at_most(found: list[int]) -> None:
     assert max(others) <= 2  # of prompts of other lengths
 
 
+@pytest.mark.sample(2, "llama")
 @pytest.mark.parametrize("name", GROWING)
 def test_a_cache_that_grows_is_one_verdict(name: str) -> None:
     at_most(checks_of(SIMULATED, name))

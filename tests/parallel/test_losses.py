@@ -219,7 +219,7 @@ def outcome(model: nn.Module, rows: slice = slice(None)) -> list[Tensor]:
     return [each.detach() for each in leaves] + [none if not g.any() else g for g in grads]
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", BY_HAND)
 @pytest.mark.parametrize("on", ON)
 def test_what_a_forward_sums_by_hand_is_that_of_one_device(on: str, name: str) -> None:

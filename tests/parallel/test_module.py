@@ -260,6 +260,7 @@ MISTAKES: dict[str, tuple[Callable[..., Tensor], Any, Any]] = {
 """Code between two layers, a plan that does not fit it, and the plan that its error asks for."""
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_plan_that_does_not_fit_is_told_with_one_that_does(name: str) -> None:
     between, plan, repaired = MISTAKES[name]

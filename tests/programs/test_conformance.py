@@ -44,7 +44,7 @@ def on_processes(size: int, dtype: torch.dtype) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's, for jvp
-@pytest.mark.sample(28)
+@pytest.mark.sample(18)
 @pytest.mark.parametrize(("kind", "size"), MESHES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_the_numbers_are_those_of_the_table(

@@ -24,7 +24,7 @@ from tests.support.pool import Gloo
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-SEEDS: Final = range(10_000, sized(10_006, 10_200))
+SEEDS: Final = range(10_000, sized(10_005, 10_200))
 WITHOUT_REFUSALS: Final = ("captured state", "impurity", "randomness")
 """Classes in which refusals are compared as well, or nothing that is drawn is refused."""
 

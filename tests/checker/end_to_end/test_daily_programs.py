@@ -59,7 +59,7 @@ def on_one_device(name: str) -> list[Tensor]:
     return outcome(name, ONE, True)
 
 
-@pytest.mark.sample(10, "beam_search-global", "segmentation-global")
+@pytest.mark.sample(7, "beam_search-global", "segmentation-global")
 @pytest.mark.parametrize(
     ("name", "check"),
     [(name, check) for name in PROGRAMS for check in CHECKS],

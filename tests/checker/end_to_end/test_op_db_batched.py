@@ -234,13 +234,13 @@ def faults(info: Any, samples: int = SAMPLES, run: Run = batched) -> list[str]:
     return found
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_an_operator_gives_each_rank_what_a_plain_call_does(name: str) -> None:
     assert faults(BY_NAME[name]) == []
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_record_of_an_operator_has_what_a_plain_call_does(name: str) -> None:
     assert faults(BY_NAME[name], run=evaluated) == []

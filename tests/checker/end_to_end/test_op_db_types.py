@@ -54,7 +54,7 @@ EXCUSED: Final = frozenset(
 )
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("info", SAMPLE, ids=name_of)
 def test_what_the_tables_accept_is_what_the_ranks_compute(info: Any) -> None:
     summary = fuzz_operator(info, samples=2, draws=3)

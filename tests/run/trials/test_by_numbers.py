@@ -65,6 +65,7 @@ def test_right_programs_pass_without_a_region_and_equal_one_device(case: Case) -
 
 
 @pytest.mark.sample(4)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("case", "wrong"), WRONG, ids=named)
 def test_wrong_programs_that_are_well_typed_are_refused(case: Case, wrong: Mutant) -> None:
     with pytest.raises(ShardTypeError, match="ried with numbers over"):  # being well-typed
@@ -81,6 +82,7 @@ def on_each_mesh(mesh: Mesh) -> None:
 
 
 @pytest.mark.sample(1)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_processes_run_them_and_agree_on_the_verdict(case: Case, gloo: Gloo) -> None:
     names = case.mesh[1]
