@@ -108,18 +108,19 @@ _READ_ONLY: Final = {
 """Names what an operation writes, by what torch says where that is refused."""
 
 
-_SCALING: Final = ("div", "div_", "mul", "mul_", "true_divide", "divide", "multiply", "__rdiv__")
-"""Names of functions that scale a tensor by a number, as operators do."""
+_SCALING: Final = ("div", "divide", "true_divide", "rdiv", "mul", "multiply")
+"""Names of functions that scale tensors by a number, without underlines around them."""
 
 _UNSEEN: Final = "its data is not allocated yet"
 """In torch's error of a function that reads numbers where a tensor of a check has none."""
 
 
-def _scaled_as_here(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+def _scaled_as_here(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Replaces numbers of ranks by which a function scales a tensor by those of this program."""
-    if getattr(func, "__name__", "") not in _SCALING:
-        return args
-    return [x.here if type(x) is Count else x for x in args]
+    if getattr(func, "__name__", "").strip("_").removeprefix("foreach_") not in _SCALING:
+        return args, kwargs
+    here = {n: x.here if type(x) is Count else x for n, x in kwargs.items()}
+    return [x.here if type(x) is Count else x for x in args], here
 
 
 class _Functions(FunctionMode):
@@ -161,7 +162,7 @@ class _Functions(FunctionMode):
         5. The function runs, on fake tensors.
         6. Results that may share memory, have no gradient or are parts of a tensor are marked.
         """
-        args = _scaled_as_here(func, args)
+        args, kwargs = _scaled_as_here(func, args, kwargs)
         if func is custom_function_call:
             custom_functions.meet(self._interpreter, args[0], args)
             self._interpreter.needs_ranks(without_rule(args[0]))
