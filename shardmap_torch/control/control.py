@@ -331,10 +331,8 @@ class Control:
         of = f"of call {made_in} " * bool(made_in)
         backward = "" if self.in_call else f"a backward {of}after "
         step = "a backward" if backward else str(operation)
-        what, where = (
-            f"{operation} of {show_shape(*operand)}",
-            f", in {backward}call {call} of {function}",
-        )
+        what = f"{operation} of {show_shape(*operand)}"
+        where = f", in {backward}call {call} of {function}"
         key = self._history.key(operation, *operand, made_in)
         self.check(key, f"{what}{place}{where}", now=True, doing=f"{what}{where}", step=step)
 

@@ -409,12 +409,10 @@ class _ParallelCall:
         reject_equal_shards(type(module).__name__, self._mesh, shards)
 
     def _keep_shards(self, name: str, state: dict[str, Any], prefix: str) -> None:
-        named: dict[str, Any] = {path: state.get(prefix + path) for path in self._renewed()}
-        plain: dict[str, Tensor] = {
-            path: new
-            for path, new in named.items()
-            if type(new) in (Tensor, nn.Parameter) and new.shape == self._renewed()[path].shape
-        }
+        found: list[tuple[str, Tensor, Any]]
+        found = [(path, x, state.get(prefix + path)) for path, x in self._renewed().items()]
+        kinds = Tensor, nn.Parameter
+        plain = {path: x for path, own, x in found if type(x) in kinds and x.shape == own.shape}
 
         def describe(values: dict[str, Tensor]) -> Iterator[str]:
             for path, x in values.items():

@@ -8,8 +8,6 @@ HELPER = "def reshape(pattern):\n    return call_site()\n"
 
 
 def test_a_pattern_of_einops_is_the_line_and_not_the_reshape_in_its_code() -> None:
-    file = "/venv/lib/python3/site-packages/einops/_torch_specific.py"
     names: dict[str, Any] = {"call_site": call_site}
-    exec(compile(HELPER, file, "exec"), names)
-    found = names["reshape"]("b n (h d) -> b h n d")
-    assert found.source == 'found = names["reshape"]("b n (h d) -> b h n d")'
+    exec(compile(HELPER, "/lib/site-packages/einops/helper.py", "exec"), names)
+    assert names["reshape"]("b n (h d) -> b h n d").source.startswith("assert names[")

@@ -267,9 +267,8 @@ _TANGENT: Final = 1 << 32
 _COPIED: Final = (
     "make the copies equal, as by a broadcast or a checkpoint; a rank has left an update out, "
     "has another learning rate, or has changed its copy or its gradient alone, as by a clip under "
-    "`if mesh.rank == 0:`. Of a "
-    "batch, ranks that share a shard take the same rows: count the shards, not the ranks, in a "
-    "sampler."
+    "`if mesh.rank == 0:`. Of a batch, ranks that share a shard take the same rows: count the "
+    "shards, not the ranks, in a sampler."
 )
 
 

@@ -61,11 +61,8 @@ def lookup_of_all(ranks: Program, one: Program, draw: Draw) -> Site | None:
 
 def _lookups(program: Program) -> list[Step]:
     steps = program.record.steps
-    return [each for each in steps if isinstance(each.run, OpOverload) and _is_lookup(each.run)]
-
-
-def _is_lookup(run: OpOverload) -> bool:
-    return name_of(run) in _LOOKUPS
+    ops = [each for each in steps if isinstance(each.run, OpOverload)]
+    return [each for each in ops if name_of(each.run) in _LOOKUPS]  # type: ignore[arg-type]
 
 
 def _is_right(

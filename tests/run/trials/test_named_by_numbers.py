@@ -23,6 +23,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.optim import global_norm
 from tests.checker.support import daily_layers
+from tests.checker.support.outcomes import outcome
 from tests.checker.support.printed import RIGHT, Source, fate_of
 from tests.support.golden import hold
 
@@ -128,6 +129,12 @@ ROW, COLUMN = P("tp"), P(None, "tp")
 
 Case = tuple[Any, P, tuple[Any, ...], Body, tuple[Body, ...]]
 
+
+def triangle(cut: Body, at: Body) -> Case:
+    right = (lambda x: compared(x, at),)
+    return ROW, ROW, (values(8, 4),), lambda x: cut(x @ x.T) @ x, right
+
+
 CASES: Final[dict[Body, Case]] = {
     indices_within_the_shard: (
         (P(), COLUMN),
@@ -164,33 +171,14 @@ CASES: Final[dict[Body, Case]] = {
         lambda x: turned(x, torch.arange(8)),
         (positions_of_one_device,),
     ),
-    triangle_of_a_shard: (
-        ROW,
-        ROW,
-        (values(8, 4),),
-        lambda x: (x @ x.T).tril() @ x,
-        (lambda x: compared(x, torch.ge),),
-    ),
-    triangle_of_scores: (
-        ROW,
-        ROW,
-        (values(8, 4),),
-        lambda x: (x @ x.T).triu() @ x,
-        (lambda x: compared(x, torch.le),),
-    ),
+    triangle_of_a_shard: triangle(torch.tril, torch.ge),
+    triangle_of_scores: triangle(torch.triu, torch.le),
 }
 """Of each mistake specs, arguments, what one device computes, and what its text asks for."""
 
 
 def mapped(body: Body, case: Case) -> Body:
     return shard_map(body, mesh=MESH, in_specs=case[0], out_specs=case[1], check="global")
-
-
-def outcome(f: Body, given: tuple[Tensor, ...]) -> list[Tensor]:
-    args = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
-    out = f(*args)
-    learned = [x for x in args if x.requires_grad and out.is_floating_point()]
-    return [out.detach(), *(torch.autograd.grad(out.sin().sum(), learned) if learned else ())]
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda body: body.__name__)
