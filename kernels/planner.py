@@ -111,7 +111,6 @@ class Plan:
     overlapped: float | None = None
 
     def __str__(self) -> str:
-        """Formats it as one line for logs."""
         return f"{self.op} over {self.axis}: {self.choice or 'unfused'} ({self.reason})"
 
 

@@ -123,7 +123,6 @@ class _Members(Mapping[Any, Any]):
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the ranks, in the order of their positions."""
         return (rank for rank, _ in list(self.items())[: len(self)])
 
     def items(self) -> Any:
@@ -150,7 +149,6 @@ class _Groups(Mapping[Any, Any]):
         self._scope, self._table, self._known = scope, table, known
 
     def __getitem__(self, group: Any) -> Any:
-        """Returns what the table says of a group."""
         axes = _axes_of(self._scope.backend.mesh, group)
         if axes is None or not (isinstance(group, AxisGroup) or self._table == "pg_group_ranks"):
             return self._known[group]
@@ -162,7 +160,6 @@ class _Groups(Mapping[Any, Any]):
         return iter(self._known)
 
     def __len__(self) -> int:
-        """Returns the number of torch's."""
         return len(self._known)
 
     def __contains__(self, group: object) -> bool:

@@ -96,7 +96,6 @@ def _read_conversion(
     dim: int | None,
     grad_comm_dtype: torch.dtype | None,
 ) -> Reader:
-    """Reads the arguments of a conversion."""
     axes, scope = read_axes("convert", axis)
     source, target = as_type(src), as_type(dst)
     if source == target:
@@ -184,7 +183,6 @@ def reinterpret(x: X, axis: Axis, *, src: TypeLike, dst: TypeLike) -> X:
 
 
 def _read_reinterpretation(_: object, axis: Axis, src: TypeLike, dst: TypeLike) -> Reader:
-    """Reads the arguments of a reinterpretation."""
     axes, _ = read_axes("reinterpret", axis)
     collective = _conversion("reinterpret", as_type(src), as_type(dst), axes)
     return lambda leaf: Reading(collective)

@@ -87,7 +87,6 @@ def _read_gather(
     sizes: Sequence[int] | None,
     dtypes: Dtypes,
 ) -> Reader:
-    """Reads the arguments of an all-gather."""
     axes, scope = read_axes("all_gather", axis)
     check_tiled("all_gather", tiled)
     to = read_type("all_gather", dst, "dst", (R, I))
@@ -285,7 +284,6 @@ def broadcast(
 
 
 def _read_broadcast(_: object, axis: Axis, source: int, dst: TypeLike, dtypes: Dtypes) -> Reader:
-    """Reads the arguments of a broadcast."""
     axes, scope = read_axes("broadcast", axis)
     to = read_type("broadcast", dst, "dst", (R, I))
     num_ranks = scope.backend.mesh.num_ranks(axes)

@@ -38,7 +38,6 @@ class Arriving(dist.Work):
     """
 
     def __init__(self, arrive: Callable[[], object]) -> None:
-        """Calls `arrive` once."""
         super().__init__()
         self._arrivals = [arrive]
 

@@ -96,7 +96,6 @@ def all_reduce(
 def _read_reduction(
     x: object, axis: Axis, dst: TypeLike, src: TypeLike | None, op: str, dtypes: Dtypes
 ) -> Reader:
-    """Reads the arguments of an all-reduce."""
     axes, scope = read_axes("all_reduce", axis)
     made = scope.reduction(op, axes, x)
     operation = _reduction(axes, dst, src, made, *dtypes)
@@ -186,7 +185,6 @@ def _read_scatter(
     sizes: Sequence[int] | None,
     dtypes: Dtypes,
 ) -> Reader:
-    """Reads the arguments of a reduce-scatter."""
     axes, scope = read_axes("reduce_scatter", axis)
     check_tiled("reduce_scatter", tiled)
     num_ranks = scope.backend.mesh.num_ranks(axes)

@@ -196,7 +196,6 @@ class _Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs an operation, and records what it redistributes."""
         kwargs = dict(kwargs or {})
         # Its backward will ask for the line.
         self._sites.setdefault(sequence_number() - 1, call_site())

@@ -93,7 +93,6 @@ class RankBackend(WithoutAutomaticAxes):
     """Backend of one rank: runs local movements itself; a subclass communicates."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
-        """Places `rank` on `mesh`."""
         self.mesh = mesh
         self.rank = rank
         self.place = mesh.coordinates(rank)

@@ -152,7 +152,6 @@ class OperatorTape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an operator, and records it."""
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
@@ -395,7 +394,6 @@ class RecordingBackend(RankBackend):
     bundles: Final = True  # see `sends_bundles`
 
     def __init__(self, backend: ProcessGroupBackend, recorder: OperatorTape) -> None:
-        """Communicates by `backend`."""
         super().__init__(backend.mesh, backend.rank)
         self.readings = Memo[Any]()
         self._backend, self._recorder = backend, recorder

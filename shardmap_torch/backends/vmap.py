@@ -253,7 +253,6 @@ def _axes_after(operation: Any) -> tuple[str, ...]:
 
 
 def _staged(operation: Any, x: Tensor) -> Staged:
-    """Begins an operation."""
     _reject_rounding(operation, x)
     return Staged(operation, tuple(operation.axes), ())
 

@@ -275,7 +275,6 @@ class Crossings:
     """
 
     def __init__(self, mesh: Mesh, backend: Backend, specs: Sequence[P]) -> None:
-        """Starts empty, for leaves with these specs."""
         self.mesh: Any = mesh
         self.backend: Any = backend
         self.shapes: Any = None

@@ -150,7 +150,6 @@ class History:
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
-        """Starts empty; collectives are those of `recorder`."""
         self._recorder = recorder
         self._calls = self._moves = self.num_checks = 0
         self._keys: dict[Any, tuple[Any, int]] = {}

@@ -20,7 +20,6 @@ class lazy(Generic[O_, T]):  # noqa: N801 - a decorator, like property
     """An attribute that is computed when it is first read."""
 
     def __init__(self, compute: Callable[[O_], T]) -> None:
-        """Takes the name and the docstring of `compute`."""
         self._compute = compute
         self.__doc__ = compute.__doc__
 

@@ -36,7 +36,6 @@ class SharingBackend(ProcessGroupBackend):
     bundles = False
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
-        """Finds torch's mesh of the automatic axes `axes`."""
         super().__init__(mesh)
         assert mesh.device_mesh is not None  # only process-group meshes come here
         names = mesh.device_mesh.mesh_dim_names or ()

@@ -83,7 +83,6 @@ class ShardedResult(DTensor):
         return moved
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """Copies it."""
         copied: DTensor = guarded(deepcopy(_as_dtensor(self), memo))
         return copied
 

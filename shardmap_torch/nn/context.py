@@ -292,14 +292,12 @@ class _Steps:
 
 
 def _take(x: Tensor, chunk: Chunk) -> Tensor:
-    """Returns a chunk."""
     if isinstance(chunk, int):
         return x.select(_CHUNK, chunk)
     return x.index_select(_CHUNK, chunk).squeeze(_CHUNK)
 
 
 def _put(x: Tensor, chunk: Chunk, new: Tensor) -> Tensor:
-    """Returns `x` with another chunk."""
     if x.shape[_CHUNK] == 1:
         return new.unsqueeze(_CHUNK)
     at = torch.arange(x.shape[_CHUNK], device=x.device) == chunk
@@ -307,7 +305,6 @@ def _put(x: Tensor, chunk: Chunk, new: Tensor) -> Tensor:
 
 
 def _add(total: Tensor, chunk: Chunk, part: Tensor) -> Tensor:
-    """Adds to a chunk."""
     return _put(total, chunk, _take(total, chunk) + part)
 
 

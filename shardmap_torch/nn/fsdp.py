@@ -177,7 +177,6 @@ class LayerGathers:
     """
 
     def __init__(self, layers: Sequence[Any], specs: Sequence[Any], axis: str) -> None:
-        """Takes the shards of each layer and their specs, and the axis."""
         self._layers, self._specs, self._axis = layers, specs, axis
         self._recomputed: dict[int, bool] = {}
         self._begun: tuple[object, Any] = (None, None)

@@ -66,7 +66,6 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        """Knows none."""
         self.left = ""
         self._last: tuple[Tensor, int, Tensor] | None = None
 

@@ -157,7 +157,6 @@ class _Body:
     dtype: torch.dtype
 
     def __call__(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Computes the loss."""
         loss = vocab_parallel_cross_entropy(
             logits.movedim(self.class_dim, -1),
             target,

@@ -370,7 +370,6 @@ class Tape(UncompiledMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operation, and records it."""
         if func is _DEVICE and self._fake is not None:  # autograd asks more often than it computes
             return args[0].fake_device
         self._calls += 1

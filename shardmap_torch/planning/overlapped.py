@@ -24,7 +24,6 @@ class StepLanes:
     """The lanes of a rank whose work is recorded on a tape; marks are numbers of steps."""
 
     def __init__(self, tape: "Tape", axes: tuple[str, ...], num_ranks: int) -> None:
-        """Starts without messages."""
         self._tape, self._axes = tape, axes
         ring = tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
         self._next = collective_of("ppermute", V, V, axes, perm=ring)

@@ -34,7 +34,6 @@ class ProgramRecorder(Observer):
     """
 
     def __init__(self, interpreter: Interpreter) -> None:
-        """Starts an empty record of what `interpreter` interprets."""
         super().__init__()
         self.record = Record()
         self._interpreter = interpreter

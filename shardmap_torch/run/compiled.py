@@ -92,7 +92,6 @@ class Root:
     """The code that torch.compile compiles of one function: it counts compilations by code."""
 
     def __init__(self, name: str) -> None:
-        """Makes the code; `name` is that of the function."""
         self._run = FunctionType(_root.__code__.replace(co_name=name), globals())
         self._shapes: Memo[Shapes] = Memo()
 
@@ -276,7 +275,6 @@ class Compared:
     """A call in a graph, which processes compare before the graph runs it; `Found` holds it."""
 
     def __init__(self, call: Call, description: Description) -> None:
-        """Keeps a call without its tensors, and its description."""
         self._call, self._description = call, description
         self._equal = EqualValues(False)
         self.number = next(_NUMBERS)

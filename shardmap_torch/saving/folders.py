@@ -31,7 +31,6 @@ class Writer:
     """The one job that writes into a folder of checkpoints; released when it ends or is killed."""
 
     def __init__(self, root: Path) -> None:
-        """Keeps the folder; see `begin`."""
         self._root = root
         self._descriptor: int | None = None
 

@@ -244,7 +244,6 @@ def _interpret(
 def _compute(
     operation: Operation, operands: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Computes, in a body, the results, and the gradients if there are cotangents."""
     with torch.enable_grad():
         leaves = [x.detach().clone() for x in operands]
         leaves = [x.requires_grad_() if is_smooth(x) else x for x in leaves]

@@ -88,7 +88,6 @@ class Setting:
     __slots__ = ("_owner", "_values")
 
     def __init__(self, owner: object, **values: Any) -> None:
-        """Changes nothing yet."""
         self._owner, self._values = owner, values
 
     def __enter__(self) -> None:

@@ -102,12 +102,10 @@ class Operations(UncompiledMode):
     supports_higher_order_operators = True  # so that they get an error of ours
 
     def __init__(self, interpreter: Interpreter) -> None:
-        """Interprets them for one interpretation of a body."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._interpreter = interpreter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Interprets one operation."""
         # Autograd asks for devices three times as often as it runs operations.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device

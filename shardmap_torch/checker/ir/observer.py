@@ -61,6 +61,7 @@ class Observer:
         arguments: Mapping[str, Any],
         results: Sequence[Tensor],
         literal: Tensor | None = None,
+        key: tuple[Any, ...] | None = None,
     ) -> None:
         """Observes any step."""
 
@@ -76,7 +77,7 @@ class Observer:
         key: tuple[Any, ...] | None = None,
     ) -> None:
         """Observes an ATen operation; `key` is as `Call.key`, None where more counts than that."""
-        self.on_step(op, arguments, made_by(op, arguments, out))
+        self.on_step(op, arguments, made_by(op, arguments, out), key=key)
 
     def on_collective(self, move: str, collective: Collective | None, x: Tensor, y: Tensor) -> None:
         """Observes a collective; None if the repair that is tried leaves it out."""

@@ -110,7 +110,6 @@ class RankNumber(UnknownNumber):
         values: tuple[Any, ...],
         tensor: Callable[[], Tensor],
     ) -> None:
-        """Keeps these."""
         self._asking, self.axes, self.values, self._tensor = asking, axes, values, tensor
         self.number_type = type(values[0])
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
-from types import MappingProxyType
 from typing import Any, Final
 
 from torch import Tensor
@@ -61,8 +60,6 @@ Named = Sequence[tuple[str, Tensor]]
 
 _ASSERTING: Final = overloads("_assert_async _assert_async.msg")
 """Operators by which a value that is false raises."""
-
-NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 class Relation(Observer):
@@ -134,7 +131,7 @@ class Relation(Observer):
         extremum = f"all_reduce with op={move!r}"
         with self._judged(extremum if move in EXTREMA else str(collective), [("x", x)]) as live:
             if live:
-                event = self._take(COLLECTIVE, {"x": x})
+                event = self._take(COLLECTIVE)
                 ((number, global_shape),) = event.results
                 sums = self._notes.sums(x)
                 self._notes.reject_loose(x, sums.over(move))
@@ -344,7 +341,7 @@ class Relation(Observer):
 
     # ------------------------------------------------------------------------------ errors
 
-    def _take(self, name: Any, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Event:
+    def _take(self, name: Any) -> Event:
         event = self._alignment.take(name)
         self._notes.make_copies_read_only()
         return event

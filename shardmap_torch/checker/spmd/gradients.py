@@ -32,7 +32,6 @@ class Gradients:
     """
 
     def __init__(self, notes: Notes) -> None:
-        """Reads the layouts of the values from `notes`."""
         self._notes = notes
         self.has_custom_backward = False
 

@@ -77,7 +77,6 @@ class Operations:
     """Relates the results of ATen operations to those on one device, by rules and types."""
 
     def __init__(self, interpreter: Interpreter, notes: Notes, positions: Positions) -> None:
-        """Reads and notes layouts in `notes`."""
         self._interpreter, self._notes = interpreter, notes
         self._positions = positions
         self._repeated = Repeated(interpreter, notes)
@@ -437,7 +436,6 @@ class Repeated:
     """The comparisons of one program that may come again."""
 
     def __init__(self, interpreter: Interpreter, notes: Notes) -> None:
-        """Knows of none; layouts are read and noted in `notes`."""
         self._interpreter, self._notes = interpreter, notes
         self._known: dict[Key, Outcome] = {}
         self._numbers: dict[int, tuple[ShardedTensor, int]] = {}

@@ -7,13 +7,13 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import Tensor
 
 from shardmap_torch.checker.ir.fake_results import PLACE
-from shardmap_torch.checker.ir.observer import Observer, made_by
+from shardmap_torch.checker.ir.observer import Observer
 from shardmap_torch.checker.ir.sizes import hashable_size
 from shardmap_torch.checker.spmd.layout import Shape
 from shardmap_torch.core.autograd_state import grad_mode
 from shardmap_torch.core.functorch import base_of
 from shardmap_torch.core.source_location import Site, call_site
-from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor, OpOverload
+from shardmap_torch.core.torch_private.engine import DisableTorchFunction, FakeTensor
 from shardmap_torch.spec import P
 
 X = TypeVar("X")
@@ -155,24 +155,9 @@ class Recorder(Observer):
         arguments: Mapping[str, Any],
         results: Sequence[Tensor],
         literal: Tensor | None = None,
-    ) -> None:
-        """Notes a step that is not autograd's."""
-        self._record(name, arguments, results, literal)
-
-    def on_call(
-        self, op: OpOverload, arguments: Mapping[str, Any], out: Any, key: Key | None = None
-    ) -> None:
-        """Notes an operation, and what it is known by."""
-        self._record(op, arguments, made_by(op, arguments, out), key=key)
-
-    def _record(
-        self,
-        name: Any,
-        arguments: Mapping[str, Any],
-        results: Sequence[Tensor],
-        literal: Tensor | None = None,
         key: Key | None = None,
     ) -> None:
+        """Notes a step that is not autograd's, and what an operation is known by."""
         if not self.is_ignored:
             read = {name: self._refer(value) for name, value in arguments.items()}
             made = tuple((self._number(tensor), tuple(tensor.shape)) for tensor in results)

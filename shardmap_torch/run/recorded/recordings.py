@@ -92,7 +92,6 @@ class Recordings:
     """
 
     def __init__(self, name: str, schedule: Schedule) -> None:
-        """`name` is that of the function."""
         self._name, self._schedule = name, schedule
         self._known: Memo[Recording] = Memo(_MOST)
         self.orders: list[list[str]] = []

@@ -213,7 +213,6 @@ class Copies:
     is_late = False
 
     def __init__(self, copies: Sequence["_Copy"]) -> None:
-        """Reads all bits."""
         self._copies, self._digests = copies, Bits([each.local for each in copies], None).digests()
         pairs = [*zip(copies, self._digests, strict=True)]
         self._whole = tuple([digest for copy, digest in pairs if copy.num_shards == 1])

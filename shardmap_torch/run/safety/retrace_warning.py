@@ -142,7 +142,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _warn(function: str, series: _Series, why: str) -> None:
-    """Warns at the user's line."""
     latest, value = ", ".join(map(repr, series.values[-_SHOWN:])), series.values[-1]
     advice = _PART + (_NUMBER.format(value) if isinstance(value, Number) else _OTHER)
     if series.is_size:

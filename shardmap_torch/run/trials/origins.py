@@ -83,7 +83,6 @@ class Entries:
     """
 
     def __init__(self) -> None:
-        """Knows no tensors."""
         self._writes: Counter[int] = Counter()
         self._made: dict[Key, tuple[OpOverload, dict[str, Any], int]] = {}
         self._numbers: dict[Key, Tensor] = {}
