@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from shardmap_torch.backends.threads import handing_over
+from shardmap_torch.backends.threads import PAUSES
 from shardmap_torch.backends.vmap import markers_of, rebound
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
@@ -571,7 +571,7 @@ class _Draws:
     def recorded(self) -> Iterator[None]:
         """Records the states of a first run."""
         self._states = [self._get()]
-        with handing_over(_nothing, lambda: self._states.append(self._get())):
+        with PAUSES.holding((_nothing, lambda: self._states.append(self._get()))):
             yield
 
     @contextmanager
@@ -592,7 +592,7 @@ class _Draws:
 
         self._set(own)
         try:
-            with handing_over(leave, back):
+            with PAUSES.holding((leave, back)):
                 yield
         finally:
             self._set(outside)

@@ -5,7 +5,6 @@ collective adds them. Here the ranks become columns of one operand, or a part of
 product contracts: its sum over the ranks is one matmul of the unsharded size.
 """
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from shardmap_torch.backends.reference import REFERENCE, Stack
 from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.ambient import ThreadStack
 from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.torch_private.engine import (
     TransformType,
@@ -87,13 +87,13 @@ class Folding(FunctionMode):
         self._waiting: _Product | None = None
 
     def __enter__(self) -> Self:
-        _ACTIVE.stack.append(self)
+        _ACTIVE.items.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _ACTIVE.stack.pop()
+        _ACTIVE.items.pop()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function of torch, or multiplies in its place."""
@@ -165,23 +165,18 @@ class Folding(FunctionMode):
         return found
 
 
-class _Active(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Folding] = []
-
-
-_ACTIVE: Final = _Active()
+_ACTIVE: Final[ThreadStack[Folding]] = ThreadStack()
 
 
 def sum_of(operation: Any, x: Tensor) -> Tensor | None:
     """Returns what a collective makes of a product that waits for it, on this thread."""
-    return _ACTIVE.stack[-1].sum_of(operation, x) if _ACTIVE.stack else None
+    return _ACTIVE.items[-1].sum_of(operation, x) if _ACTIVE.items else None
 
 
 def finish() -> None:
     """Computes the product that waits on this thread, if one does."""
-    if _ACTIVE.stack:
-        _ACTIVE.stack[-1].finish()
+    if _ACTIVE.items:
+        _ACTIVE.items[-1].finish()
 
 
 def is_plain(a: Tensor, b: Tensor) -> bool:

@@ -20,6 +20,7 @@ from shardmap_torch.backends.reference import REFERENCE, Stack
 from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.control.messages import by_ranks, ranks_text
+from shardmap_torch.core.ambient import ThreadStack
 from shardmap_torch.core.autocasting import State, autocast_state, with_autocast, without_autocast
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
@@ -214,26 +215,12 @@ _NO_FORWARD_MODE: Final = (
 )
 
 
-class _Pauses(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[tuple[Callable[[], None], Callable[[], None]]] = []
+PAUSES: Final[ThreadStack[tuple[Callable[[], None], Callable[[], None]]]] = ThreadStack()
+"""Calls to make before and after every meeting of this thread's rank.
 
-
-_PAUSES = _Pauses()
-
-
-@contextmanager
-def handing_over(leave: Callable[[], None], back: Callable[[], None]) -> Iterator[None]:
-    """Calls `leave` before and `back` after every meeting of this thread's rank.
-
-    Meanwhile other ranks run, with which it shares the state that torch keeps per process, such as
-    the random generators.
-    """
-    _PAUSES.stack.append((leave, back))
-    try:
-        yield
-    finally:
-        _PAUSES.stack.pop()
+Meanwhile other ranks run, with which it shares the state that torch keeps per process, such as the
+random generators.
+"""
 
 
 class ThreadBackend(RankBackend):
@@ -265,7 +252,7 @@ class ThreadBackend(RankBackend):
 
     def _meet(self, meeting: Callable[[], Tensor]) -> Tensor:
         """Lets other ranks run meanwhile, with which this one shares torch's state."""
-        pauses = list(_PAUSES.stack)
+        pauses = list(PAUSES.items)
         for leave, _ in reversed(pauses):
             leave()
         received = meeting()

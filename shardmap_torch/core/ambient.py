@@ -8,7 +8,30 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, TextIO, cast
+from typing import Any, Final, Generic, TextIO, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class ThreadStack(threading.local, Generic[T]):
+    """Values for the code that a thread runs, the innermost last."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+
+    @property
+    def top(self) -> T | None:
+        """The innermost value, or None."""
+        return self.items[-1] if self.items else None
+
+    @contextmanager
+    def holding(self, item: T) -> Iterator[T]:
+        """Adds a value for the code in this context."""
+        self.items.append(item)
+        try:
+            yield item
+        finally:
+            self.items.pop()
 
 
 class _Scopes(threading.local):

@@ -1,14 +1,13 @@
 """Makes meshes of layouts, views and DeviceMeshes; keeps the default one."""
 
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from math import prod
-from typing import get_args
+from typing import Final, get_args
 from weakref import finalize, ref
 
 import torch
@@ -25,6 +24,7 @@ from shardmap_torch.control.groups import (
     start_process_group,
 )
 from shardmap_torch.control.start import current
+from shardmap_torch.core.ambient import ThreadStack
 from shardmap_torch.core.torch_private.engine import set_timeout
 from shardmap_torch.core.views import refined
 from shardmap_torch.errors import MeshError, show
@@ -260,14 +260,8 @@ def _from_device_mesh(
     return _with_groups(mesh, limit, name)
 
 
-class _Ambient(threading.local):
-    """The meshes that `use_mesh` has entered on this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.meshes: list[Mesh] = []
-
-
-_AMBIENT = _Ambient()
+_AMBIENT: Final[ThreadStack[Mesh]] = ThreadStack()
+"""The meshes that `use_mesh` has entered on this thread."""
 
 
 @contextmanager
@@ -282,12 +276,8 @@ def use_mesh(mesh: Mesh | DeviceMesh) -> Iterator[Mesh]:
         ...     print(current_mesh())
         simulated mesh (dp=2)
     """
-    entered = mesh if isinstance(mesh, Mesh) else as_mesh(mesh)
-    _AMBIENT.meshes.append(entered)
-    try:
+    with _AMBIENT.holding(mesh if isinstance(mesh, Mesh) else as_mesh(mesh)) as entered:
         yield entered
-    finally:
-        _AMBIENT.meshes.pop()
 
 
 def current_mesh() -> Mesh | None:
@@ -301,7 +291,7 @@ def current_mesh() -> Mesh | None:
         ...     print(current_mesh())
         simulated mesh (dp=2)
     """
-    return _AMBIENT.meshes[-1] if _AMBIENT.meshes else None
+    return _AMBIENT.top
 
 
 _FROM_DEVICE_MESH: dict[int, Mesh] = {}

@@ -7,20 +7,22 @@ What is recomputed here is a function of the tensors of the modules that it reac
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from threading import local
 from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from shardmap_torch.checkpoint import checkpoint
+from shardmap_torch.core.ambient import ThreadStack
 from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.torch_private.engine import GLOBAL_MODULE_HOOKS
 from shardmap_torch.errors import TransformError
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.rebound import Rebinding
 
-_BODIES: Final = local()
+_BODIES: Final[ThreadStack[None]] = ThreadStack()
+"""Bodies of parallelized modules that run on this thread."""
+
 _DISABLED: Final = "__dynamo_disable"
 _TORCH: Final[Any] = torch_checkpoint.checkpoint.__wrapped__  # type: ignore[attr-defined]
 _ANY: Final = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
@@ -30,17 +32,13 @@ _ANY: Final = ("use_reentrant", "preserve_rng_state", "determinism_check", "debu
 @contextmanager
 def within_body() -> Iterator[None]:
     """Makes torch.utils.checkpoint ours on this thread."""
-    before = getattr(_BODIES, "depth", 0)
-    _BODIES.depth = before + 1
-    try:
+    with _BODIES.holding(None):
         yield
-    finally:
-        _BODIES.depth = before
 
 
 def is_within_body() -> bool:
     """Returns whether a body of a parallelized module runs on this thread."""
-    return getattr(_BODIES, "depth", 0) > 0
+    return bool(_BODIES.items)
 
 
 def _dispatch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

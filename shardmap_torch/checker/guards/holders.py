@@ -4,14 +4,13 @@ So a check leaves no change behind, and ranks that share a process have each a s
 as processes have.
 """
 
-import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from operator import is_
 from types import CellType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
 
+from shardmap_torch.core.ambient import ThreadStack
 from shardmap_torch.core.closures import is_empty
 
 ABSENT: Final = object()
@@ -118,25 +117,11 @@ def slots_of(kind: type) -> list[MemberDescriptorType]:
     return [each for each in members if type(each) is MemberDescriptorType]
 
 
-class _Looks(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Callable[[], None]] = []
-
-
-_LOOKS: Final = _Looks()
-
-
-@contextmanager
-def looking(look: Callable[[], None]) -> Iterator[None]:
-    """Calls `look` wherever a body that is checked in the block meets other ranks."""
-    _LOOKS.stack.append(look)
-    try:
-        yield
-    finally:
-        _LOOKS.stack.pop()
+LOOKS: Final[ThreadStack[Callable[[], None]]] = ThreadStack()
+"""Calls to make wherever a body that is checked meets other ranks."""
 
 
 def look() -> None:
     """Looks at the holders, where ranks that share a process let others run."""
-    for each in _LOOKS.stack:
+    for each in LOOKS.items:
         each()

@@ -28,6 +28,7 @@ from shardmap_torch.checker.ir.repairs import Insert, Repair
 from shardmap_torch.checker.rewrites.copies import Copies
 from shardmap_torch.checker.rules.infer import Types, is_real, tensors_of
 from shardmap_torch.control.start import current
+from shardmap_torch.core.ambient import ThreadStack
 from shardmap_torch.core.autograd_state import NONE as NO_BACKWARD
 from shardmap_torch.core.autograd_state import running_backward
 from shardmap_torch.core.closures import name_in
@@ -603,27 +604,13 @@ class Interpreter(TypeStore):
         return site_within(run_engine.__code__)
 
 
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.stack: list[Interpreter] = []
-
-
-_RUNNING = _Running()
+INTERPRETERS: Final[ThreadStack[Interpreter]] = ThreadStack()
+"""The interpreters of the code that this thread runs now."""
 
 
 def current_interpreter() -> Interpreter | None:
     """Returns the interpreter of the code that this thread runs now, or None."""
-    return _RUNNING.stack[-1] if _RUNNING.stack else None
-
-
-@contextmanager
-def running(interpreter: Interpreter) -> Iterator[None]:
-    """Makes an interpreter the current one in this context."""
-    _RUNNING.stack.append(interpreter)
-    try:
-        yield
-    finally:
-        _RUNNING.stack.pop()
+    return INTERPRETERS.top
 
 
 def _refuse_thread(checking: ref[Interpreter]) -> None:

@@ -26,10 +26,10 @@ from shardmap_torch.checker.interpreter import custom_functions, gradients, prop
 from shardmap_torch.checker.interpreter.caught import MAY_FAIL, refuse_caught
 from shardmap_torch.checker.interpreter.custom_functions import uncommitted
 from shardmap_torch.checker.interpreter.interpreter import (
+    INTERPRETERS,
     Interpreter,
     Setting,
     current_interpreter,
-    running,
 )
 from shardmap_torch.checker.interpreter.operations import RUNNING, Operations
 from shardmap_torch.checker.ir.fake_results import address_of
@@ -85,7 +85,7 @@ def interpreting(interpreter: Interpreter) -> Iterator[None]:
         interpreter.begin()
         interpreter.seeing = partial(_seeing, interpreter)
         stack.callback(interpreter.forget_nodes)
-        stack.enter_context(running(interpreter))
+        stack.enter_context(INTERPRETERS.holding(interpreter))
         yield
 
 

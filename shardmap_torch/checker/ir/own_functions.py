@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 
 from shardmap_torch.collectives.scope import current_scope
+from shardmap_torch.core.ambient import ThreadStack
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.torch_private.engine import (
     CtxWithSavedTensors,
@@ -201,15 +202,12 @@ Made: TypeAlias = Callable[[type[Function], Sequence[Any], Any], Any]
 # ----------------------------------------------------------------------- Functions, watched
 
 
-class _Watch(threading.local):
-    """Thread-local listener for the functions that this thread applies."""
+_WATCH: Final[ThreadStack[tuple[Callable[[str | None], None], Made]]] = ThreadStack()
+"""Listeners for the functions that this thread applies."""
 
-    def __init__(self) -> None:
-        self.stack: list[tuple[Callable[[str | None], None], Made]] = []
-        self.seen: list[type] = []  # those whose `apply` has reported
+_SEEN: Final[ThreadStack[type]] = ThreadStack()
+"""Functions whose `apply` has reported."""
 
-
-_WATCH: Final = _Watch()
 _LOCK: Final = threading.Lock()
 _WATCHES: Final[list[int]] = []
 _FORWARDS: Final[list[int]] = []
@@ -279,15 +277,12 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     keeping = _keeping(cls) if _COMMUNICATING else None
     if keeping is not None:
         return keeping.apply(*args, **kwargs)
-    if not _WATCH.stack:
+    if _WATCH.top is None:
         return apply(*args, **kwargs)
-    found, made = _WATCH.stack[-1]
+    found, made = _WATCH.top
     found(without_rule(cls))
-    _WATCH.seen.append(cls)
-    try:
+    with _SEEN.holding(cls):
         out = apply(*args, **kwargs)
-    finally:
-        _WATCH.seen.pop()
     return made(cls, args, out)
 
 
@@ -302,10 +297,11 @@ def _forward_of(cls: Any) -> Callable[..., Any]:
     that it looks up in Python before it has run is `setup_context` and `forward`.
     """
     forward: Callable[..., Any] = method_of(cls, "forward")
-    is_reported = not _WATCH.stack or cls in _WATCH.seen or not issubclass(cls, Function)
-    if is_reported or are_transforms_active():
+    watch = _WATCH.top
+    is_reported = cls in _SEEN.items or not issubclass(cls, Function)
+    if watch is None or is_reported or are_transforms_active():
         return forward
-    found, made = _WATCH.stack[-1]
+    found, made = watch
     found(without_rule(cls))
     has_context = cls.setup_context is Function.setup_context
 
@@ -352,11 +348,10 @@ def watching_functions(found: Callable[[str | None], None], made: Made) -> Itera
     with _LOCK:
         _begin()
         _watch_forward(1)
-    _WATCH.stack.append((found, made))
     try:
-        yield
+        with _WATCH.holding((found, made)):
+            yield
     finally:
-        _WATCH.stack.pop()
         with _LOCK:
             _end()
             _watch_forward(-1)

@@ -16,9 +16,9 @@ from functools import wraps
 from typing import Any, Final
 
 from shardmap_torch.backends.rank import current_rank
-from shardmap_torch.backends.threads import handing_over
+from shardmap_torch.backends.threads import PAUSES
 from shardmap_torch.boundary.call import Call, Wrap
-from shardmap_torch.checker.guards.holders import Holder, held, hold, is_same, looking
+from shardmap_torch.checker.guards.holders import LOOKS, Holder, held, hold, is_same
 from shardmap_torch.checker.guards.state import State
 from shardmap_torch.errors import ShardTypeError
 
@@ -80,7 +80,7 @@ def undoing(call: Call, states: Sequence[State], shares: bool) -> Iterator[tuple
         return call.function(*args, **kwargs)
 
     try:
-        with looking(undone.look) if shares else nullcontext():
+        with LOOKS.holding(undone.look) if shares else nullcontext():
             yield replace(call, function=fresh), undone
     finally:
         undone.restore()
@@ -148,7 +148,7 @@ class _Ranks:
             own = self.read()
 
         self._put(start)
-        with handing_over(leave, lambda: self._put(own)):
+        with PAUSES.holding((leave, lambda: self._put(own))):
             out = work()
         self.ends[rank] = self.read()
         return out
