@@ -363,7 +363,6 @@ class _ProductBackward:
         return _selected(_differentiate(product, (x, w), (dy,)), self.needs_grad)
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
-        """Differentiates the composition."""
         return _differentiate(self.unfused, operands, grads)
 
     def _flops(self, x: Tensor, w: Tensor) -> float:

@@ -171,7 +171,6 @@ class Gather:
         return self.full
 
     def outgoing(self, message: Message) -> Tensor:
-        """Returns the chunk's rows of the gathered matrix."""
         return self.full[self._rows[message.chunk]]
 
     def incoming(self, message: Message) -> Tensor:
@@ -247,7 +246,6 @@ class Scatter:
         return buffer
 
     def multiply(self, chunk: Chunk) -> None:
-        """Produces this rank's addend."""
         self._tiles[chunk] = self._produce(self._rows[chunk])
 
     def combine(self, chunk: Chunk) -> None:

@@ -61,7 +61,6 @@ class HostLanes:
         """Does nothing: no work is pending that could use it."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """Changes nothing."""
         return nullcontext()
 
 

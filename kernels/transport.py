@@ -112,11 +112,9 @@ class Channel:
         return Envelope(self.op, message, self.first_tag + tag(message, self.num_parts))
 
     def send(self, tensor: Tensor, message: Message) -> Handle:
-        """Starts sending `message`."""
         return self.transport.send(tensor, self._envelope(message))
 
     def receive(self, tensor: Tensor, message: Message) -> Handle:
-        """Posts the receive of `message`."""
         return self.transport.receive(tensor, self._envelope(message))
 
 
@@ -138,7 +136,6 @@ class TagCounter:
     _next = 0
 
     def reserve_tags(self, count: int) -> int:
-        """Returns the first tag of the next `count`."""
         first = self._next if self._next + count <= self.LIMIT else 0
         self._next = first + count
         return first
@@ -202,11 +199,9 @@ class GlooTransport(TagCounter):
         self._group = group
 
     def send(self, tensor: Tensor, envelope: Envelope) -> GlooHandle:
-        """Starts a send to the message's target."""
         return self._start(self._group.send, tensor, envelope.message.target, envelope)
 
     def receive(self, tensor: Tensor, envelope: Envelope) -> GlooHandle:
-        """Posts a receive from the message's source."""
         return self._start(self._group.recv, tensor, envelope.message.source, envelope)
 
     def charge(self, flops: float, traffic: float) -> None:
@@ -398,12 +393,10 @@ class StagedTransport:
 
     @property
     def rank(self) -> int:
-        """This process's position on the axis."""
         return self.network.rank
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on the axis."""
         return self.network.num_ranks
 
     def reserve_tags(self, count: int) -> int:
@@ -421,6 +414,5 @@ class StagedTransport:
         return self.network.send(buffer, envelope)
 
     def receive(self, tensor: Tensor, envelope: Envelope) -> StagedArrival:
-        """Posts a receive on the host."""
         buffer = self.allocate(tensor)
         return StagedArrival(self.network.receive(buffer, envelope), buffer, tensor, self.lanes)

@@ -181,7 +181,6 @@ class _Answers(World):
         return AxisGroup(scope.backend.mesh, scope.backend.mesh.axis_names)
 
     def groups(self, table: str, known: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Returns a table with the groups of axes."""
         scope = _asking()
         if scope is not None:
             return _Groups(scope, table, known)
@@ -220,12 +219,10 @@ class _Answers(World):
         return getattr(own, name)  # type: ignore[no-any-return]
 
     def called(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Returns what the typed collective gives, for torch's group of axes."""
         scope = asked_scope()
         return NotImplemented if scope is None else typed_call(scope, name, args)
 
     def coordinate(self, mesh: DeviceMesh) -> list[Any] | None:
-        """Returns the position along each axis of torch's mesh."""
         scope = _asking()
         names = mesh.mesh_dim_names
         if scope is None or names is None or not {*names} <= {*scope.backend.mesh.axis_names}:
@@ -233,7 +230,6 @@ class _Answers(World):
         return [asked_rank(scope, (axis,)) for axis in names]
 
     def variable(self, name: str) -> str | None:
-        """Returns a variable of the environment."""
         if name not in _RANKS and name not in _SIZES:
             return None
         scope = _asking()

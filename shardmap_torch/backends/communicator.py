@@ -278,33 +278,28 @@ class GlooWire(Wire):
     under_way: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts `gather`; returns what waits for its result."""
         if x.nbytes < _LARGE:
             return super().start_gather(x)
         out = x.new_empty((self.size, *x.shape))
         return self._start_swap(dict.fromkeys(range(self.size), x.contiguous()), _by_rank(out), out)
 
     def gather_along(self, x: Tensor, dim: int) -> Tensor:
-        """Concatenates all ranks' values along `dim`."""
         if x.nbytes < _LARGE:
             return super().gather_along(x, dim)
         stacked = self.gather(x)
         return stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(0), dim)
 
     def start_sum_scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        """Starts to sum all ranks' values, in their order; each rank keeps its shard of `dim`."""
         finish = self.start_exchange(_rows(x, dim, self.size))
         return lambda: finish().sum(0, dtype=x.dtype)
 
     def start_exchange(self, parts: Tensor) -> Callable[[], Tensor]:
-        """Starts `exchange`; returns what waits for its result."""
         if parts.nbytes < _LARGE * self.size:
             return super().start_exchange(parts)
         out = torch.empty_like(parts, memory_format=torch.contiguous_format)
         return self._start_swap(_by_rank(parts.contiguous()), _by_rank(out), out)
 
     def permute(self, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor:
-        """Sends each pair's first rank's value to its second; zeros where none arrives."""
         sources = [source for source, target in pairs if target == self.rank]
         x = x.contiguous()
         out = torch.empty_like(x) if sources else torch.zeros_like(x)
@@ -354,7 +349,6 @@ class TracedGlooWire(TracedWire):
     reduces: ClassVar = _BY_GLOO
 
     def sum_scatter_along(self, x: Tensor, dim: int) -> Tensor:
-        """Sums all ranks' values; each rank keeps its shard of `dim`."""
         return self.exchange(_rows(x, dim, self.size)).sum(0, dtype=x.dtype)
 
 

@@ -96,7 +96,6 @@ class Folding(FunctionMode):
         _ACTIVE.items.pop()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function of torch, or multiplies in its place."""
         if self._waiting is not None and func not in _METADATA:
             self.finish()
         if len(args) == 2 and not kwargs and func in _PRODUCTS:

@@ -110,7 +110,6 @@ class RankBackend(WithoutAutomaticAxes):
         return ()
 
     def index(self, axes: Sequence[str]) -> Tensor:
-        """Returns this rank's position along `axes`."""
         index = self.mesh.index(axes, self.place)
         return torch.tensor(index, dtype=torch.int64, device=self.mesh.device)
 
@@ -135,7 +134,6 @@ class RankBackend(WithoutAutomaticAxes):
         return known
 
     def rank_along(self, axes: tuple[str, ...]) -> int | None:
-        """Returns this rank's position along `axes`."""
         return self.position(axes)[0]
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:

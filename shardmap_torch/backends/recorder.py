@@ -302,7 +302,6 @@ class Looking(FunctionMode):
     """Function mode in which `one_hot` reads no numbers: it only checks them, as `scatter` does."""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function."""
         if func is one_hot:
             return _one_hot(*args, **kwargs)
         return func(*args, **kwargs)
@@ -407,7 +406,6 @@ class RecordingBackend(RankBackend):
         return self._recorder.opaque(lambda x: local(x, *at), x, lambda x: local(x, *at))
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Runs the movement, and records it."""
         if not collective.axes or self.position(collective.axes)[1] == 1:
             return on_one_rank(move, collective, x)
         if collective.counts:

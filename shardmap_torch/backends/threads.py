@@ -272,7 +272,6 @@ class ThreadBackend(RankBackend):
         return ()
 
     def communicate(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Meets the other ranks along the collective's axes."""
         members = self.mesh.peers(collective.axes, self.place)
         pass_door(collective, x.nbytes, len(members))
         # The source of a broadcast and the pairs of a permutation must agree as well.

@@ -82,14 +82,11 @@ class _Compared:
         self._shape, self._kind = show_shape(x.dtype, x.shape), kind
 
     def digest(self) -> int:
-        """Hashes its bits."""
         return self._bits.digest()
 
     def kinds(self) -> Iterator[str]:
-        """Yields a line that is equal where it is compared in the same way."""
         yield f"  {self._kind.what}: {self._shape}"
 
     def rows(self) -> list[Value]:
-        """Describes it for errors."""
         bits = f"{self.digest():x}"
         return [Value(self._kind.what, self._shape, "", bits, self._kind.repair, self._site, True)]

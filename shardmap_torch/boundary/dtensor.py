@@ -139,7 +139,6 @@ class Enter(Linear):
         self._placements: Placements | None = None
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Unwraps or slices."""
         self._placements = None
         if isinstance(x, DTensor):
             self._placements = tuple(x.placements)
@@ -188,7 +187,6 @@ class Leave(Linear):
         return not (self._spec.sharded_dims or self._spec.partial)
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Makes the DTensor, or returns the plain value."""
         if self._like is None:
             if not self._is_replicated:
                 return wrap(self._mesh, self._spec, x)

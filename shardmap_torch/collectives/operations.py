@@ -57,7 +57,6 @@ class Linear:
     """An operation whose derivatives need no saved tensor."""
 
     def saved(self, x: Tensor, y: Tensor) -> Saved:
-        """Selects nothing."""
         return ()
 
     def push_forward(self, bind: Bind, tangent: Tensor, saved: Saved) -> Tensor:

@@ -63,13 +63,11 @@ class WithoutAutomaticAxes:
         return None
 
     def unshared(self, x: Tensor) -> Tensor:
-        """Returns the value."""
         return x
 
     def place_gradients(
         self, gradients: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Returns the gradients."""
         return gradients
 
     def rank_along(self, axes: tuple[str, ...]) -> int | None:

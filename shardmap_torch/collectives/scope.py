@@ -77,7 +77,6 @@ class Scope:
         return note.value
 
     def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
-        """Returns the reduction that a call makes: `op`, unless a repair is tried."""
         return self.backend.reduction(op, axes, x) if is_checker(self.backend) else op
 
     def fork(self, what: object) -> "Scope":

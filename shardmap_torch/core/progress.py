@@ -62,7 +62,6 @@ class _Watch(threading.Thread):
             LOGGER.warning("%s: %.0f s so far%s", self._what, monotonic() - self._began, place)
 
     def end(self) -> None:
-        """Ends the watch."""
         self._ended.set()
         if self._has_told:
             LOGGER.warning("%s took %.1f s", self._what, monotonic() - self._began)

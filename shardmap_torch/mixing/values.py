@@ -50,7 +50,6 @@ class Share(Linear):
         self._mesh, self._placements = mesh, placements
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Wraps the shard."""
         return DTensor.from_local(x.detach(), self._mesh, self._placements, run_check=False)
 
     def pull_back(self, bind: Bind, grad: Tensor, saved: Saved) -> Tensor:
@@ -69,7 +68,6 @@ class Unshare(Linear):
         self._mesh, self._placements, self._what = mesh, placements, what
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Redistributes, and unwraps."""
         if not isinstance(x, DTensor):  # equal on all ranks of these axes, as all plain tensors
             x = DTensor.from_local(x, self._mesh, replicated(self._mesh.ndim), run_check=False)
         return local_of(moved(x, self._placements, self._what))
@@ -90,7 +88,6 @@ class Place(Linear):
         self._placements, self._before, self._what = placements, placements, what
 
     def run(self, mover: Mover, x: Tensor) -> Tensor:
-        """Redistributes."""
         assert isinstance(x, DTensor)
         self._before = settled(tuple(x.placements))
         return moved(x, self._placements, self._what)

@@ -474,7 +474,6 @@ class Tape(UncompiledMode):
         return y
 
     def send(self, move: str, collective: Collective, x: Tensor, **what: Any) -> None:
-        """Records a message from `x`."""
         operation = Operation((move, collective), (Like.of(x),))
         what |= {"axes": collective.axes, "dtype": x.dtype, "operation": operation}
         self.step(str(collective), **what)

@@ -31,7 +31,6 @@ class StepLanes:
         self._after = 0
 
     def record(self, lane: Lane) -> int | None:
-        """Returns the last message, or how many steps there are."""
         return self._last if lane is Lane.TRANSFER else len(self._tape.run.steps)
 
     def wait(self, lane: Lane, mark: Any) -> None:

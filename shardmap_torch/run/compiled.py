@@ -421,7 +421,6 @@ class TraceMonitor(StepMonitor):
         """Returns no monitor: code that runs again is traced with its forward."""
 
     def end(self, leaves: Sequence[object] = ()) -> None:
-        """Requires that the program may end here."""
         if not self._at.last:
             _reject_different(self._cannot)
 

@@ -227,7 +227,6 @@ class RunMonitor(StepMonitor):
         return inf if self._end is self._late else self._at.depth
 
     def on_operation(self, what: object, x: Tensor | None) -> None:
-        """Goes to the matching step, or calls `end`."""
         for step in self._at.next:
             if (step.issued is what or step.what == what) and (
                 x is None or (x.shape == step.shape and x.dtype is step.dtype)

@@ -55,7 +55,6 @@ class AbstractBackend(WithoutAutomaticAxes):
         return ()
 
     def needs_ranks(self) -> None:
-        """Records that the mesh must not batch the body."""
         self._interpreter.needs_ranks()
 
     @contextmanager
@@ -68,13 +67,11 @@ class AbstractBackend(WithoutAutomaticAxes):
             yield
 
     def seeing(self) -> AbstractContextManager[object]:
-        """Returns a context in which code that a backward runs again is seen."""
         return self._interpreter.seeing()
 
     def begin_call(
         self, written: Sequence[Tensor], read: Sequence[Tensor]
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Notes the memory that a call of torch.distributed reads and writes until it has ended."""
         return self._interpreter.copies.begin_call(self._interpreter, written, read)
 
     def read(self, x: Tensor) -> tuple[AxisType, AxisType]:
@@ -89,7 +86,6 @@ class AbstractBackend(WithoutAutomaticAxes):
         return lines in self._readings.cast
 
     def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
-        """Returns the reduction that a call makes, under the repair that is tried."""
         spot = collective_call()
         op = self._repair.op_at(spot, op)
         if spot is not None and op in ("sum", "mean"):
@@ -97,7 +93,6 @@ class AbstractBackend(WithoutAutomaticAxes):
         return op
 
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
-        """Requires that a value has this type, as an operation reads it."""
         interpreter = self._interpreter
         have = interpreter.by_axis(interpreter.types_of(x))
         for axis in axes:
@@ -125,7 +120,6 @@ class AbstractBackend(WithoutAutomaticAxes):
         return index
 
     def reject_lost(self, name: str) -> None:
-        """Refuses a call in the backward of a Function that torch.func would apply by itself."""
         if not rejects_transforms(current_autograd_node()):
             raise CollectiveError(
                 f"{name} of torch.distributed is called in the backward of an autograd.Function "
@@ -138,7 +132,6 @@ class AbstractBackend(WithoutAutomaticAxes):
         self._interpreter.traits.asks |= {*axes}
 
     def note_untraced(self, what: str) -> None:
-        """Notes a call that torch.compile would differentiate otherwise."""
         self._interpreter.traits.untraced = what
 
     def rank_along(self, axes: tuple[str, ...]) -> Any:
@@ -173,7 +166,6 @@ class AbstractBackend(WithoutAutomaticAxes):
         return reduced
 
     def run(self, move: str, collective: Collective, x: Tensor) -> Tensor:
-        """Checks the operand's type, and types the result."""
         # The function mode would see each question for a shape.
         with self._interpreter.numbers.branches, DisableTorchFunction():
             try:

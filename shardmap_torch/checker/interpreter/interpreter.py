@@ -225,7 +225,6 @@ class TypeStore:
         return self.types_by_storage.get(base_of(tensor).untyped_storage()._cdata)
 
     def storage_type(self, tensor: Tensor) -> StorageType:
-        """Returns the storage type of a tensor, or of its fake."""
         if type(tensor) is FakeTensor:
             # What follows finds the same, at several times the cost.
             known = self.types_by_storage.get(address_of(tensor))
@@ -241,7 +240,6 @@ class TypeStore:
         return found
 
     def flows(self, tensor: Tensor) -> bool:
-        """Returns whether a gradient can flow through a base tensor."""
         if not is_real(tensor.dtype):
             return False
         if torch.is_grad_enabled():
@@ -342,7 +340,6 @@ class TypeStore:
         return self.types(base_of(self.fakify(tensor)))
 
     def by_axis(self, types: Types) -> dict[str, AxisType]:
-        """Returns types by the names of their axes, in the order of the mesh."""
         return dict(zip(self.axes, types, strict=True))
 
     # ------------------------------------------------------------------------ cotangents
@@ -600,7 +597,6 @@ class Interpreter(TypeStore):
         return self.own_site() or (forward.site if forward is not None else None), True
 
     def own_site(self) -> Site | None:
-        """Returns the line of the user's own backward or hook that runs; None if none does."""
         return site_within(run_engine.__code__)
 
 

@@ -486,7 +486,6 @@ class SymbolicNumber(UnknownNumber):
         self.owner, self.text, self.number_type, self.stand_in = owner, text, number_type, stand_in
 
     def combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        """Returns the number of a longer text."""
         sides = (a, b)
         if not all(type(x) is SymbolicNumber or isinstance(x, _KNOWN) for x in sides):
             return NotImplemented  # a tensor, which takes it with a stand-in
@@ -495,12 +494,10 @@ class SymbolicNumber(UnknownNumber):
         return self.owner.make(f"({texts[0]} {symbol} {texts[1]})", _kind(operation, values))
 
     def apply(self, name: str, operation: Callable[..., Any], *args: Any) -> Any:
-        """Returns the number of a longer text."""
         inner = ", ".join([self.text, *map(str, args)])
         return self.owner.make(f"{name}({inner})", type(operation(self.stand_in, *args)))
 
     def compare(self, symbol: str, other: Any) -> Any:
-        """Decides a branch."""
         if type(other) is SymbolicNumber:
             return self.owner.branches.decide(_order(self, symbol, other))
         if isinstance(other, _KNOWN):
@@ -508,7 +505,6 @@ class SymbolicNumber(UnknownNumber):
         return NotImplemented
 
     def plain(self, what: str, advice: str = "") -> NoReturn:
-        """Refuses."""
         self.owner.branches.refuse(
             f"{what} makes a plain Python number of one that is taken from a tensor.",
             f"{advice}{', or ' * bool(advice)}compute on the tensor before .item(), whose value "

@@ -55,7 +55,6 @@ class Asking:
         return self.backend.mesh
 
     def rank_along(self, axes: tuple[str, ...]) -> "RankNumber":
-        """Returns the position along `axes`."""
         sizes = [self.mesh.shape[axis] for axis in axes]
         if math.prod(sizes) > _LIMIT:
             self.host.numbers.branches.refuse(
@@ -135,7 +134,6 @@ class RankNumber(UnknownNumber):
         return self._tensor()
 
     def combine(self, symbol: str, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
-        """Computes on each rank."""
         if not all(type(x) is RankNumber or isinstance(x, _PLAIN) for x in (a, b)):
             return NotImplemented  # a tensor, which takes it as one
         met = {axis for x in (a, b) if type(x) is RankNumber for axis in x.axes}
@@ -153,7 +151,6 @@ class RankNumber(UnknownNumber):
         return RankNumber(self.asking, self.axes, values, lambda: operation(self.tensor()))
 
     def compare(self, symbol: str, other: Any) -> Any:
-        """Compares on each rank."""
         return self.combine(symbol, COMPARISONS[symbol], self, other)
 
     def plain(self, what: str, advice: str = "") -> Any:

@@ -100,7 +100,6 @@ class Relation(Observer):
         return self._notes.spec_of(tensor)
 
     def scale_of(self, tensor: Tensor) -> Fraction:
-        """Returns the factor between a tensor and what it is on one device."""
         return self._notes.sums(tensor).scale
 
     def on_literal(self, made: Tensor, numbers: Tensor) -> None:

@@ -233,7 +233,6 @@ class CheckMonitor(StepMonitor):
         return CheckMonitor(self._interpreter, start, self._inner)
 
     def end(self, leaves: Sequence[object] = ()) -> None:
-        """Notes that the code may end here."""
         look()
         self._at.last = True
 

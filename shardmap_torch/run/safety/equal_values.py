@@ -167,7 +167,6 @@ class ValuesOfCall:
         return hash((self._turn or 0, self._is_altered, bits, *self._made.values(), *places))
 
     def kinds(self) -> Iterator[str]:
-        """Yields lines that say how each value is compared."""
         which = "all bits" if self._turn is None else f"a sample, {self._turn}"
         yield f"  values: {which}" + ", under saved_tensors_hooks or own modes" * self._is_altered
         places = {at for at, _ in self._values}
@@ -178,7 +177,6 @@ class ValuesOfCall:
             yield f"  {self._call.match.paths[position]}: {kind}"
 
     def rows(self) -> list[Value]:
-        """Describes each value for errors."""
         site = _shown_site(self._site)
         rows, digests = [], [] if self._bits is None else self._bits.digests()
         for (position, x), digest in zip(self._values, digests, strict=True):
@@ -220,15 +218,12 @@ class Copies:
         self.shards = _by_shard([copy for copy, _ in parts], [digest for _, digest in parts])
 
     def digest(self) -> int:
-        """Hashes those that all ranks have."""
         return hash((len(self._copies), self._whole))
 
     def kinds(self) -> Iterator[str]:
-        """Yields a line for each that is compared."""
         yield from [f"  {copy.path}: all bits of its copies" for copy in self._copies]
 
     def rows(self) -> list[Value]:
-        """Describes each for errors."""
         return _copied_rows(self._copies, self._digests, _shown_site(None))
 
 
