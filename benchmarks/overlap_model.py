@@ -70,7 +70,8 @@ def column_backward(layer: Layer, t: Transport, choice: Choice) -> Steps[object]
     inner = layer.inner // t.num_ranks
     ws, dys = ([meta(*s) for _ in range(2)] for s in ((layer.hidden, inner), (layer.tokens, inner)))
     gathered = meta(layer.tokens, layer.hidden)
-    return gather_backward(t, gathered, ws, dys, [True, True], 0, choice)
+    x = meta(layer.tokens // t.num_ranks, layer.hidden)
+    return gather_backward(t, x, gathered, ws, dys, [True, True], 0, choice, choice)
 
 
 Timed = tuple[float, int]

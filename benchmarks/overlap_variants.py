@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
-    gather_backward_again,
     gather_forward,
     multiply,
     scatter_backward,
@@ -209,10 +208,10 @@ def column_backward_variants(s: Setting) -> Mapping[str, Variant]:
         dw(transport)
 
     def overlapped(transport: Transport) -> Steps[Any]:
-        return gather_backward(transport, gathered, [w], [dy], [True], 0, choice)
+        return gather_backward(transport, shard, gathered, [w], [dy], [True], 0, choice, gather)
 
     def again(transport: Transport) -> Steps[Any]:
-        return gather_backward_again(transport, shard, [w], [dy], [True], 0, choice, gather)
+        return gather_backward(transport, shard, None, [w], [dy], [True], 0, choice, gather)
 
     return {
         "two matmuls": Variant(COMPUTE, compute),

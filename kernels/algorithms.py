@@ -249,86 +249,43 @@ def reduce_forward(transport: Transport, x: Tensor, w: Tensor, choice: Choice) -
 
 def gather_backward(
     transport: Transport,
+    x: Tensor,
     gathered: Tensor | None,
     ws: Sequence[Tensor],
     dys: Sequence[Tensor],
     needs_grad: Sequence[bool],
     dim: int,
     choice: Choice,
+    again: Choice,
 ) -> Steps[tuple[Tensor, list[Tensor | None]]]:
-    """Computes the gradients of `gather_forward` from its gathered chunked matrix.
-
-    Returns dx, and for each weight its dw, or None if it is not needed; `gathered` may be None if
-    no dw is needed.
+    """Computes the gradients of `gather_forward`: dx, and for each weight dw, None if not needed.
 
     The sum of dy @ wᵀ is reduce-scattered while it is produced, and what is still on its way then
-    moves while the weight gradients are computed.
+    moves while the weight gradients are computed. Where the chunked matrix of the gathered x was
+    not kept, these consume another gather, by the choice `again`; its own block is on its way while
+    dy @ wᵀ is produced.
     """
-    chunked = ChunkedDim.of(dim, dys[0].ndim)
+    chunked, op = ChunkedDim.of(dim, x.ndim), "all_gather_matmul backward"
     tokens = [chunked.tokens(dy) for dy in dys]
-    scatter, shape = _input_gradient(transport, chunked, tokens, ws, dys[0], dim, choice)
-    yield from scatter.start()
-    dws = [
-        multiply(transport, chunked.flip(gathered).t(), dy)
-        if want and gathered is not None
-        else None
-        for dy, want in zip(tokens, needs_grad, strict=True)
-    ]
-    total = yield from scatter.finish()
-    return _own_block(chunked, total, shape, dim, transport.num_ranks), dws
-
-
-def _input_gradient(
-    transport: Transport,
-    chunked: ChunkedDim,
-    tokens: Sequence[Tensor],
-    ws: Sequence[Tensor],
-    dy: Tensor,
-    dim: int,
-    choice: Choice,
-) -> tuple[Scatter, list[int]]:
-    """Makes the reduce-scatter of the sum of dy @ wᵀ; returns it with the shape of the sum."""
     produce = chunked.sum_of_products(transport, tokens, [w.t() for w in ws])
-    shape = [*dy.shape[:-1], ws[0].shape[0]]
-    op = "all_gather_matmul backward"
-    return _scatter(transport, op, produce, shape, dy, dim, choice), shape
-
-
-def gather_backward_again(
-    transport: Transport,
-    x: Tensor,
-    ws: Sequence[Tensor],
-    dys: Sequence[Tensor],
-    needs_grad: Sequence[bool],
-    dim: int,
-    choice: Choice,
-    gather_choice: Choice,
-) -> Steps[tuple[Tensor, list[Tensor | None]]]:
-    """Computes `gather_backward` from the shard alone, gathering x again.
-
-    The own block is on its way while dy @ wᵀ is produced; the weight gradients consume the gather
-    while the last addends move.
-    """
-    chunked = ChunkedDim.of(dim, x.ndim)
-    tokens = [chunked.tokens(dy) for dy in dys]
-    scatter, shape = _input_gradient(transport, chunked, tokens, ws, dys[0], dim, choice)
-    sums = [
-        zeros_for_sum(w, *w.shape) if want else None for w, want in zip(ws, needs_grad, strict=True)
-    ]
-    consume = _both(
-        [
-            chunked.left_gradient(transport, dy, dw)
-            for dy, dw in zip(tokens, sums, strict=True)
-            if dw is not None
-        ]
-    )
-    op = "all_gather_matmul backward"
-    gather = Gather(transport, op, chunked.matrix(x), consume, gather_choice)
-    yield from gather.start()
+    shape = [*dys[0].shape[:-1], ws[0].shape[0]]
+    scatter = _scatter(transport, op, produce, shape, dys[0], dim, choice)
+    wanted = [at for at, want in enumerate(needs_grad) if want]
+    sums: dict[int, Tensor] = {}
+    if gathered is None:
+        sums = {at: zeros_for_sum(ws[at], *ws[at].shape) for at in wanted}
+    consumers = [chunked.left_gradient(transport, tokens[at], dw) for at, dw in sums.items()]
+    gather = Gather(transport, op, chunked.matrix(x), _both(consumers), again) if sums else None
+    if gather is not None:
+        yield from gather.start()
     yield from scatter.start()
-    yield from gather.finish()
+    if gather is not None:
+        yield from gather.finish()
+    if gathered is not None:
+        left = chunked.flip(gathered).t()
+        sums = {at: multiply(transport, left, tokens[at]) for at in wanted}
     total = yield from scatter.finish()
-    dws = [None if dw is None else dw.to(x.dtype) for dw in sums]
+    dws = [sums[at].to(x.dtype) if want else None for at, want in enumerate(needs_grad)]
     return _own_block(chunked, total, shape, dim, transport.num_ranks), dws
 
 

@@ -22,7 +22,6 @@ from shardmap_torch.kernels.algorithms import (
     ChunkedDim,
     as_matrix,
     gather_backward,
-    gather_backward_again,
     gather_forward,
     reduce_backward,
     reduce_forward,
@@ -276,12 +275,9 @@ class GatherMatmulBackward:
             flops=flops,
             tail_flops=flops * any(needs_grad),
         )
-        operands = ws, dys, needs_grad, dim, scatter
-        if gathered is not None or not any(needs_grad):
-            dx, dws = run(gather_backward(call.transport, gathered, *operands))
-        else:
-            again = Choice(call.choice.schedule, scatter.num_parts)
-            dx, dws = run(gather_backward_again(call.transport, x, *operands, again))
+        again = Choice(call.choice.schedule, scatter.num_parts)
+        operands = x, gathered, ws, dys, needs_grad, dim, scatter, again
+        dx, dws = run(gather_backward(call.transport, *operands))
         return _selected((dx, *dws), self.needs_grad)
 
     def _weights_only(

@@ -12,7 +12,6 @@ from torch import Tensor
 from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
-    gather_backward_again,
     gather_forward,
     reduce_backward,
     reduce_forward,
@@ -162,22 +161,12 @@ def test_gather_backward_equals_autograd_of_the_whole(
     gather = Choice("gather/ring", case.num_parts)
 
     def kernel(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor | None]]]:
-        rank = transport.rank
-        operands = ws[rank], dys[rank], [True, True], case.dim
-        if again:
-            return gather_backward_again(transport, shards[rank], *operands, scatter, gather)
-        return saved(transport)
-
-    def saved(transport: VirtualTransport) -> Steps[tuple[Tensor, list[Tensor | None]]]:
-        rank = transport.rank
-        no_bias = [None, None]
-        shard = shards[rank]
-        _, full = yield from gather_forward(transport, shard, ws[rank], no_bias, case.dim, gather)
-        return (
-            yield from gather_backward(
-                transport, full, ws[rank], dys[rank], [True, True], case.dim, scatter
-            )
-        )
+        rank, full, dim = transport.rank, None, case.dim
+        x, own = shards[rank], ws[rank]
+        if not again:
+            _, full = yield from gather_forward(transport, x, own, [None, None], dim, gather)
+        operands = own, dys[rank], [True, True], dim
+        return (yield from gather_backward(transport, x, full, *operands, scatter, gather))
 
     whole = x.clone().requires_grad_()
     leaves = [[w.clone().requires_grad_() for w in pair] for pair in ws]
@@ -333,10 +322,9 @@ def test_finishing_after_the_weight_gradient_hides_what_pipelining_alone_does_no
     """Two ranks, 1024x1024x2048 on 62.5 MB/s, the setting of the measured schedules."""
     fabric = Fabric(latency=1e-4, bandwidth=62.5e6, flops=1.5e11, memory=1e10)
     network = VirtualNetwork(2, fabric)
-    operands = on_meta(1024, 1024), [on_meta(1024, 2048)], [on_meta(1024, 2048)], [True], 0
-    network.run(
-        lambda transport: gather_backward(transport, *operands, Choice("scatter/direct", 4))
-    )
+    x, w = on_meta(1024, 1024), on_meta(1024, 2048)
+    choice = Choice("scatter/direct", 4)
+    network.run(lambda t: gather_backward(t, x, x, [w], [w], [True], 0, choice, choice))
     one_gradient = fabric.compute(2 * 1024 * 1024 * 2048, 0)
     exchange = 4 * fabric.transfer(4 * 128 * 1024)
     unfused = 2 * one_gradient + exchange

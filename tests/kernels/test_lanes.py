@@ -21,7 +21,6 @@ from shardmap_torch import R
 from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
-    gather_backward_again,
     gather_forward,
     reduce_backward,
     reduce_forward,
@@ -90,11 +89,9 @@ def column_backward(again: bool, t: Transport, parts: int) -> Steps[Any]:
     ws = [integers(4, columns, seed=columns + t.rank) for columns in (3, 2)]
     dys = [integers(6 * t.num_ranks, columns, seed=t.rank) for columns in (3, 2)]
     direct, ring = Choice("scatter/direct", parts), Choice("gather/ring", parts)
-    if again:
-        x = integers(6, 4, seed=t.rank)
-        return gather_backward_again(t, x, ws, dys, [True, True], 0, direct, ring)
-    gathered = integers(6 * t.num_ranks, 4, seed=3)
-    return gather_backward(t, gathered, ws, dys, [True, True], 0, direct)
+    x = integers(6, 4, seed=t.rank)
+    gathered = None if again else integers(6 * t.num_ranks, 4, seed=3)
+    return gather_backward(t, x, gathered, ws, dys, [True, True], 0, direct, ring)
 
 
 def row_backward(t: Transport, parts: int) -> Steps[Any]:

@@ -60,8 +60,8 @@ def reduce(t: Transport, c: Choice) -> Steps[object]:
 
 def column(t: Transport, c: Choice) -> Steps[object]:
     tokens = ROWS * t.num_ranks
-    dys = [meta(tokens, COLUMNS)]
-    return gather_backward(t, meta(tokens, INNER), [meta(INNER, COLUMNS)], dys, [True], 0, c)
+    gathered, ws, dys = meta(tokens, INNER), [meta(INNER, COLUMNS)], [meta(tokens, COLUMNS)]
+    return gather_backward(t, meta(ROWS, INNER), gathered, ws, dys, [True], 0, c, c)
 
 
 def row(t: Transport, c: Choice) -> Steps[object]:
