@@ -140,6 +140,9 @@ class TagCounter:
         self._next = first + count
         return first
 
+    def charge(self, flops: float, traffic: float) -> None:
+        """Does nothing: real computation takes real time."""
+
 
 def run(steps: Steps[T]) -> T:
     """Runs a kernel on a real transport, waiting for each transfer it needs."""
@@ -203,9 +206,6 @@ class GlooTransport(TagCounter):
 
     def receive(self, tensor: Tensor, envelope: Envelope) -> GlooHandle:
         return self._start(self._group.recv, tensor, envelope.message.source, envelope)
-
-    def charge(self, flops: float, traffic: float) -> None:
-        """Does nothing: real computation takes real time."""
 
     def _start(
         self,
@@ -313,9 +313,6 @@ class NcclTransport(TagCounter):
     def over(cls, group: dist.ProcessGroup, axis: str, lanes: Lanes) -> "NcclTransport":
         """Makes one on a group whose point-to-point traffic is the kernels' alone."""
         return cls(dist.get_rank(group), dist.get_world_size(group), axis, lanes, batched(group))
-
-    def charge(self, flops: float, traffic: float) -> None:
-        """Does nothing: real computation takes real time."""
 
     def receive(self, tensor: Tensor, envelope: Envelope) -> Arrival:
         """Announces a buffer; nothing is issued before the send that it travels with."""

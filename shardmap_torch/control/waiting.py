@@ -5,7 +5,6 @@ A wait ends once one of the ranks that it needs can never arrive, or at a deadli
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -27,7 +26,7 @@ from shardmap_torch.control.board import (
 from shardmap_torch.control.exchange import Comparison
 from shardmap_torch.control.messages import OF_TORCH, by_ranks
 from shardmap_torch.control.recorder import FlightRecorder, History
-from shardmap_torch.core.source_location import call_site, standing, warned_at
+from shardmap_torch.core.source_location import call_site, standing, warn_at
 from shardmap_torch.errors import CommunicationError
 
 T = TypeVar("T")
@@ -252,8 +251,7 @@ class Waiting:
         if self._num_outside == _LONG:
             lines = [f"  {line}" for line in by_ranks({self._rank: own.what, **outside})]
             warned = ["processes may wait for one another for ever:", *lines, OF_TORCH]
-            file, line = warned_at(call_site())
-            warnings.warn_explicit("\n".join(warned), UserWarning, file, line)
+            warn_at(call_site(), "\n".join(warned))
 
     def block(self) -> None:
         """Posts that this rank waits, unless it has."""

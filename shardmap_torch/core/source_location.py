@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 import threading
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType, TracebackType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import optree
 import torch
@@ -141,9 +142,15 @@ def call_site() -> Site | None:
     return None if frame is None else _site(frame.f_code.co_filename, frame.f_lineno)
 
 
-def warned_at(site: Site | None) -> tuple[str, int]:
-    """Returns file and line of a warning about a line, of this package where there is none."""
-    return ("shardmap_torch", 0) if site is None else (site.file, site.line)
+def warn_at(
+    site: Site | None,
+    message: str,
+    category: type[Warning] = UserWarning,
+    registry: dict[Any, Any] | None = None,
+) -> None:
+    """Warns at a line, or of this package where there is none; once for each `registry`."""
+    place = ("shardmap_torch", 0) if site is None else (site.file, site.line)
+    warnings.warn_explicit(message, category, *place, registry=registry)
 
 
 def site_within(code: CodeType) -> Site | None:

@@ -1,7 +1,8 @@
-"""Caches of keys and values, as those of transformers: objects that a forward fills with tensors.
+"""State that goes into a body and comes out: caches of keys and values, and buffers.
 
-A body gets a copy with its rank's tensors. It returns what the copy then has, with which the object
-of the caller is filled.
+Caches, as those of transformers, are objects that a forward fills with tensors. A body gets a copy
+with its rank's tensors. It returns what the copy then has, with which the object of the caller is
+filled. So it does with the buffers that a forward writes into, as running statistics.
 """
 
 import sys
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import optree
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shardmap_torch.core.tree import NAMESPACE, Tree, flatten, unflatten
 from shardmap_torch.ops.body import types_of
@@ -207,3 +209,21 @@ def spec_of_cached(x: Tensor, axis: str) -> P:
     types = types_of(x, (axis,))
     assert types is not None  # a parallelized module is always checked
     return P(*[None] * _HEADS, axis) if V in types and x.ndim > _HEADS else P()
+
+
+def copied(module: nn.Module, buffers: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Copies the buffers of a module in training, which are small beside its activations."""
+    return {name: x.clone() for name, x in buffers.items()} if module.training else buffers
+
+
+def written_into(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the copies that a forward has written into; all where inference counts no writes."""
+    copies = {name: x.detach() for name, x in own.items() if x is not given[name]}
+    return {name: x for name, x in copies.items() if x.is_inference() or own[name]._version}
+
+
+def write_buffers(module: nn.Module, written: Mapping[str, Tensor]) -> None:
+    """Writes what a body has returned into the buffers of the module itself."""
+    with torch.no_grad():
+        for name, value in written.items():
+            module.get_buffer(name).copy_(value)

@@ -1,13 +1,12 @@
 """Ranks that are given the same rows of a batch, or the same shards of a saved state."""
 
-import warnings
 from collections.abc import Mapping
 from math import prod
 
 from torch import Tensor
 
 from shardmap_torch.core.hashing import Bits, has_bits
-from shardmap_torch.core.source_location import call_site, warned_at
+from shardmap_torch.core.source_location import call_site, warn_at
 from shardmap_torch.errors import SpecError, show_shape
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.placing import compared, control_of
@@ -34,7 +33,7 @@ def warn_of_equal_rows(
         f"DistributedSampler(data, num_replicas={size}, rank=...) with its position along {axis}; "
         f"or, where each rank reads the whole batch, device_put(batch, mesh, {spec})."
     )
-    warnings.warn_explicit(message, UserWarning, *warned_at(call_site()), registry={})
+    warn_at(call_site(), message)
 
 
 def reject_equal_shards(name: str, mesh: Mesh, shards: Mapping[str, Tensor]) -> None:

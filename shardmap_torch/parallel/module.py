@@ -30,17 +30,19 @@ from shardmap_torch.errors import CollectiveError, ShardTypeError, SpecError, sh
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh, as_mesh
 from shardmap_torch.mixing.results import guarded
 from shardmap_torch.parallel.amended import amend, note_place
-from shardmap_torch.parallel.buffers import copied, write_buffers, written_into
 from shardmap_torch.parallel.caches import (
     Held,
     Opened,
     closed,
+    copied,
     fill,
     known_specs,
     note_specs,
     own,
     put_back,
     take_out,
+    write_buffers,
+    written_into,
 )
 from shardmap_torch.parallel.carried import carried_plan
 from shardmap_torch.parallel.crossing import Inputs, Known, Outputs, UnknownError, input_names

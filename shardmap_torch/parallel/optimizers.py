@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
-from warnings import warn_explicit
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmap_torch.core.hashing import hash_text
-from shardmap_torch.core.source_location import call_site, warned_at
+from shardmap_torch.core.source_location import call_site, warn_at
 from shardmap_torch.errors import OptimizerError, listing, show_shape
 from shardmap_torch.mesh import as_mesh
 from shardmap_torch.placing import compared
@@ -33,7 +32,7 @@ def warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
             "before: its steps would change nothing.\nFix: make it afterwards, of "
             "module.parameters()."
         )
-        warn_explicit(message, UserWarning, *warned_at(call_site()), registry={})
+        warn_at(call_site(), message)
 
 
 def note_parameters(module: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ from shardmap_torch.checker.rules.rule import (
     SELF,
     Arguments,
     Row,
+    backwards,
     each,
     merged,
     never,
@@ -128,12 +129,12 @@ POOLING: Final = merged(
     each(SELF, "max_unpool2d max_unpool3d"),
     each(
         sums("grad_output", unread=("self",)),
-        "avg_pool2d_backward avg_pool3d_backward "
-        "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
-        # The indices are the positions of the maxima.
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward "
-        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
-        "fractional_max_pool2d_backward fractional_max_pool3d_backward",
+        backwards(
+            "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+            # The indices are the positions of the maxima.
+            "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d "
+            "adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d"
+        ),
     ),
 )
 
@@ -141,18 +142,16 @@ _GRID_BACKWARD: Final = Row(
     results=(sums("grad_output", unread=("input",)), product("grad_output", "input"))
 )
 
+_UPSAMPLED: Final = (
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d"
+    " upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d"
+    " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
+    " _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"
+)
+
 RESAMPLING: Final = merged(
-    each(SELF, "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d"),
-    each(SELF, "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d"),
-    each(SELF, "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"),
-    each(SELF, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa"),
-    each(GRAD, "upsample_nearest1d_backward upsample_nearest2d_backward"),
-    each(GRAD, "upsample_nearest3d_backward upsample_linear1d_backward"),
-    each(GRAD, "upsample_bilinear2d_backward upsample_bicubic2d_backward"),
-    each(GRAD, "upsample_trilinear3d_backward _upsample_nearest_exact1d_backward"),
-    each(GRAD, "_upsample_nearest_exact2d_backward _upsample_nearest_exact3d_backward"),
-    each(GRAD, "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"),
-    each(GRAD, "_upsample_lanczos2d_aa_backward"),
+    each(SELF, _UPSAMPLED),
+    each(GRAD, backwards(_UPSAMPLED)),
     each(sums("input"), "grid_sampler_2d grid_sampler_3d"),
     each(_GRID_BACKWARD, "grid_sampler_2d_backward grid_sampler_3d_backward"),
     each(sums("theta"), "affine_grid_generator"),

@@ -11,6 +11,7 @@ from shardmap_torch.checker.rules.rule import (
     ZERO,
     Arguments,
     Row,
+    backwards,
     each,
     merged,
     overloads,
@@ -53,11 +54,9 @@ UNARY: Final = merged(
 
 # Formulas of the backward: linear in the gradient and in nothing else.
 BACKWARD: Final = merged(
-    each(GRAD, "sigmoid_backward tanh_backward threshold_backward logit_backward elu_backward"),
-    each(GRAD, "gelu_backward silu_backward mish_backward glu_backward log_sigmoid_backward"),
-    each(GRAD, "hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward"),
-    each(GRAD, "softplus_backward softshrink_backward rrelu_with_noise_backward"),
-    each(GRAD, "_prelu_kernel_backward native_dropout_backward"),
+    each(GRAD, backwards("sigmoid tanh threshold logit elu gelu silu mish glu log_sigmoid")),
+    each(GRAD, backwards("hardsigmoid hardswish hardtanh leaky_relu softplus softshrink")),
+    each(GRAD, backwards("rrelu_with_noise _prelu_kernel native_dropout")),
     each(sums("grad_out"), "hardshrink_backward"),
 )
 
@@ -141,16 +140,15 @@ VIEW_BACKWARD: Final = merged(
     each(sums("grad_in"), "unfold_backward"),
 )
 
+_PADDED: Final = (
+    "reflection_pad1d reflection_pad2d reflection_pad3d"
+    " replication_pad1d replication_pad2d replication_pad3d"
+)
+
 PADDING: Final = merged(
     each(sums("self", "value"), "constant_pad_nd"),
-    each(SELF, "reflection_pad1d reflection_pad2d reflection_pad3d"),
-    each(SELF, "replication_pad1d replication_pad2d replication_pad3d"),
-    each(
-        # The operand is there for its shape.
-        sums("grad_output", unread=("self",)),
-        "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward "
-        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward",
-    ),
+    each(SELF, _PADDED),
+    each(sums("grad_output", unread=("self",)), backwards(_PADDED)),  # it is there for its shape
 )
 
 READING: Final = merged(

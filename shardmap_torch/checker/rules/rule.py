@@ -108,6 +108,11 @@ def each(row: Row, names: str) -> dict[OpOverload, Row]:
     return dict.fromkeys(overloads(names), row)
 
 
+def backwards(names: str) -> str:
+    """Returns the names of the backwards of operators."""
+    return " ".join(f"{name}_backward" for name in names.split())
+
+
 def overloads(names: str) -> list[OpOverload]:
     """Returns the overloads of names, each an aten `packet.overload`, or `.default` of it.
 

@@ -11,7 +11,7 @@ from shardmap_torch.boundary.call import Call
 from shardmap_torch.checker.ir.repairs import rejection_of
 from shardmap_torch.core.ambient import SILENT, silently
 from shardmap_torch.core.functorch import can_receive_gradient
-from shardmap_torch.core.source_location import definition_of, warned_at
+from shardmap_torch.core.source_location import definition_of, warn_at
 from shardmap_torch.errors import OneDeviceWarning, ShardTypeError
 
 
@@ -74,10 +74,10 @@ def _warn(name: str, function: Callable[..., object], error: ShardTypeError) -> 
     step, _, rest = step.partition("\n")
     at = None if _PLACE.search(step) else _PLACE.search(head) or _PLACE.search(rest)
     step = step.rstrip(".:") + ("" if at is None else f", {at[0]}")
-    warnings.warn_explicit(
+    warn_at(
+        definition_of(function),
         f"{name} is not the same as on one device: {step}; {rejection_of(error).refuted}. "
         "Say check='local' if that is meant; check='global' makes it an error, with a repair.",
         OneDeviceWarning,
-        *warned_at(definition_of(function)),
-        registry=_SEEN,
+        _SEEN,
     )

@@ -1,6 +1,5 @@
 """Warns of a value or size that changes in each call, so that each call is checked again."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import Any, Final
 
 from shardmap_torch.checker.guards.state import Signature
 from shardmap_torch.checker.sizes import Slot
-from shardmap_torch.core.source_location import call_site, warned_at
+from shardmap_torch.core.source_location import Site, call_site, warn_at
 
 LIMIT: Final = 32
 """Number of calls in a row before the warning: more than most models have numbered layers."""
@@ -117,14 +116,11 @@ def watch_remaking(owner: object, name: str, function: Callable[..., Any]) -> No
         return
     if _ENDED.get(code, 0) == LIMIT:
         _ENDED[code] += 1
-        file, line = code.co_filename, code.co_firstlineno
-        warnings.warn_explicit(
+        warn_at(
+            Site(code.co_filename, code.co_firstlineno),
             f"{name}: shard_map has been applied to this function {LIMIT} times, and each result "
             "was dropped, so that each was checked again. Apply shard_map once, outside of the "
             "loop.",
-            UserWarning,
-            file,
-            line,
         )
     weakref.finalize(owner, _count_end, code).atexit = False
 
@@ -147,9 +143,8 @@ def _warn(function: str, series: _Series, why: str) -> None:
     if series.is_size:
         reason = f" The verdict holds for one size only: {why}." if why else ""
         advice = reason + _SIZE
-    warnings.warn_explicit(
+    warn_at(
+        call_site(),
         f"{function}: each of the last {len(series.values)} calls was checked again, since "
         f"{series.label} was another one each time: ..., {latest}.{advice}",
-        UserWarning,
-        *warned_at(call_site()),
     )
