@@ -16,7 +16,7 @@ from shardmap_torch.kernels.algorithms import (
     gather_backward,
     gather_forward,
     multiply,
-    scatter_backward,
+    product_backward,
     scatter_forward,
 )
 from shardmap_torch.kernels.executor import Choice
@@ -258,7 +258,7 @@ def row_backward_variants(s: Setting) -> Mapping[str, Variant]:
         "exchange, dx, dw": Variant(UNFUSED, one_after_another),
         "gather feeds dx and dw": Variant(
             OVERLAP,
-            lambda transport: scatter_backward(transport, x, w, dy, (True, True), 0, choice),
+            lambda transport: product_backward(transport, x, w, dy, (True, True), 0, choice),
         ),
     }
 

@@ -289,75 +289,34 @@ def gather_backward(
     return _own_block(chunked, total, shape, dim, transport.num_ranks), dws
 
 
-def scatter_backward(
+def product_backward(
     transport: Transport,
     x: Tensor,
     w: Tensor,
     dy: Tensor,
     needs_grad: tuple[bool, bool],
-    dim: int,
+    dim: int | None,
     choice: Choice,
 ) -> Steps[tuple[Tensor | None, Tensor | None]]:
     """Computes the gradients (dx, dw) of `scatter_forward`, None in place of those not needed.
 
-    One gather of dy feeds both, chunk by chunk.
+    One gather of dy feeds both, chunk by chunk. With `dim` None they are those of `reduce_forward`
+    whose cotangents have to be summed: each chunk of the sum feeds both as soon as it is finished.
     """
-    chunked = ChunkedDim.of(dim, x.ndim)
-    gradients = _Gradients(transport, chunked, x, w, needs_grad)
-    op = "matmul_reduce_scatter backward"
-    yield from complete(Gather(transport, op, chunked.matrix(dy), gradients.consume, choice))
-    return gradients.results()
-
-
-def reduce_backward(
-    transport: Transport,
-    x: Tensor,
-    w: Tensor,
-    dy: Tensor,
-    needs_grad: tuple[bool, bool],
-    choice: Choice,
-) -> Steps[tuple[Tensor | None, Tensor | None]]:
-    """Computes the gradients (dx, dw) of `reduce_forward` whose cotangents have to be summed.
-
-    Each chunk of the sum of dy feeds both as soon as it is finished. A gradient that is not needed
-    is None.
-    """
-    chunked = ChunkedDim(0, by_features=False)
-    gradients = _Gradients(transport, chunked, x, w, needs_grad)
-    op = "matmul_all_reduce backward"
-    yield from complete(Sum(transport, op, chunked.matrix(dy), gradients.consume, choice))
-    return gradients.results()
-
-
-class _Gradients:
-    """Accumulates the needed gradients of x @ w from the chunks of its cotangent."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        chunked: ChunkedDim,
-        x: Tensor,
-        w: Tensor,
-        needs_grad: tuple[bool, bool],
-    ) -> None:
-        self._chunked, self._shape, self._needs_grad = chunked, x.shape, needs_grad
-        tokens = chunked.tokens(x)
-        self._dx = _tokens_out(chunked, x, tokens.shape[0], x.shape[-1])
-        self._dw = zeros_for_sum(w, *w.shape)
-        self._dtype = x.dtype
-        consumers = (
-            chunked.times(transport, w.t(), None, self._dx),
-            chunked.right_gradient(transport, tokens, self._dw),
-        )
-        self.consume = _both(
-            [each for each, want in zip(consumers, needs_grad, strict=True) if want]
-        )
-
-    def results(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns (dx, dw), once every chunk has been consumed."""
-        return (
-            self._chunked.restore(self._dx.to(self._dtype), self._shape)
-            if self._needs_grad[0]
-            else None,
-            self._dw.to(self._dtype) if self._needs_grad[1] else None,
-        )
+    chunked = ChunkedDim(0, by_features=False) if dim is None else ChunkedDim.of(dim, x.ndim)
+    tokens = chunked.tokens(x)
+    dx = _tokens_out(chunked, x, tokens.shape[0], x.shape[-1])
+    dw = zeros_for_sum(w, *w.shape)
+    left = chunked.times(transport, w.t(), None, dx)
+    right = chunked.right_gradient(transport, tokens, dw)
+    consume = _both([each for each, want in zip((left, right), needs_grad, strict=True) if want])
+    rows = chunked.matrix(dy)
+    if dim is None:
+        yield from complete(Sum(transport, "matmul_all_reduce backward", rows, consume, choice))
+    else:
+        op = "matmul_reduce_scatter backward"
+        yield from complete(Gather(transport, op, rows, consume, choice))
+    return (
+        chunked.restore(dx.to(x.dtype), x.shape) if needs_grad[0] else None,
+        dw.to(x.dtype) if needs_grad[1] else None,
+    )

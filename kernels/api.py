@@ -15,8 +15,7 @@ from shardmap_torch.kernels.dispatch import (
     Runner,
     pairs,
     prepare_gather,
-    prepare_reduce,
-    prepare_scatter,
+    prepare_product,
     prepared,
 )
 from shardmap_torch.kernels.planner import Overlap
@@ -168,8 +167,8 @@ def matmul_reduce_scatter(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    options = dim, overlap, chunks
-    prepared_call = prepared(prepare_scatter, axis, options, (x, w, bias), overlap)
+    options = "matmul_reduce_scatter", dim, overlap, chunks
+    prepared_call = prepared(prepare_product, axis, options, (x, w, bias), overlap)
     y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias
 
@@ -219,7 +218,8 @@ def matmul_all_reduce(
         >>> g(torch.arange(4.0).reshape(2, 2), torch.ones(2, 1)).tolist()
         [[1.0], [5.0]]
     """
-    prepared_call = prepared(prepare_reduce, axis, (dst, overlap, chunks), (x, w, bias), overlap)
+    options = "matmul_all_reduce", dst, overlap, chunks
+    prepared_call = prepared(prepare_product, axis, options, (x, w, bias), overlap)
     y = prepared_call.runner.reduce(x, w)
     return y if bias is None else y + bias
 

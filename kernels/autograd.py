@@ -23,9 +23,8 @@ from shardmap_torch.kernels.algorithms import (
     as_matrix,
     gather_backward,
     gather_forward,
-    reduce_backward,
+    product_backward,
     reduce_forward,
-    scatter_backward,
     scatter_forward,
 )
 from shardmap_torch.kernels.executor import Choice
@@ -330,8 +329,8 @@ class MatmulReduce:
         """Gathers or sums cotangents, chunk by chunk; of an I they are equal, nothing is sent."""
         needs_grad = (needed[0], needed[1])
         if self.call.collective.dst is not I:
-            backward = MatmulScatterBackward if self.call.scatters else MatmulReduceBackward
-            return _only_needed(backward(self.call, needs_grad), needs_grad, *operands, *grads)
+            backward = MatmulReduceBackward(self.call, needs_grad)
+            return _only_needed(backward, needs_grad, *operands, *grads)
         x, w = operands
         dz = bind(self.call.backend, self.call.collective.transpose, grads[0])  # type: ignore[arg-type]
         dx = dz @ w.t() if needs_grad[0] else None
@@ -340,15 +339,31 @@ class MatmulReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class _ProductBackward:
-    """Operation that computes the needed gradients (dx, dw) of a collective of x @ w.
+class MatmulReduceBackward:
+    """Operation that computes the needed gradients (dx, dw) of `MatmulReduce`.
 
-    Operands: x, w and the cotangent.
+    Operands: x, w and the cotangent, which all ranks need, gathered or summed.
     """
 
     call: KernelCall
     needs_grad: tuple[bool, bool]
     num_kept: ClassVar[int] = 0
+
+    def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+        """Computes both gradients from one gather or all-reduce of dy."""
+        call = self.call
+        flops = 2.0 * x.numel() * w.shape[1] * sum(self.needs_grad)
+        size: dict[str, Any]
+        if call.scatters:
+            op, schedule, dim = "matmul_reduce_scatter", "gather/ring", call.collective.dim
+            size = {"block_rows": block_rows(dy, dim), "block_bytes": dy.nbytes}
+        else:
+            op, schedule, dim = "matmul_all_reduce", "sum/direct", None
+            rows = max(1, dy.shape[:-1].numel() // call.num_ranks)
+            size = {"block_rows": rows, "block_bytes": dy.nbytes / call.num_ranks, "passes": 2}
+        choice = call.backward_choice(f"{op} backward", schedule, x.dtype, flops=flops, **size)
+        operands = x, w, dy, self.needs_grad, dim, choice
+        return _selected(run(product_backward(call.transport, *operands)), self.needs_grad)
 
     def unfused(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
         """Differentiates the product and its collective."""
@@ -360,44 +375,3 @@ class _ProductBackward:
 
     def pull_back(self, operands: Any, needed: Sequence[bool], grads: Operands) -> Operands:
         return _differentiate(self.unfused, operands, grads)
-
-    def _flops(self, x: Tensor, w: Tensor) -> float:
-        return 2.0 * x.numel() * w.shape[1] * sum(self.needs_grad)
-
-
-class MatmulScatterBackward(_ProductBackward):
-    """Backward of `reduce_scatter(x @ w)`."""
-
-    def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        """Computes both gradients from one gather of dy."""
-        call, dim = self.call, self.call.collective.dim
-        choice = call.backward_choice(
-            "matmul_reduce_scatter backward",
-            "gather/ring",
-            x.dtype,
-            block_rows=block_rows(dy, dim),
-            block_bytes=dy.nbytes,
-            flops=self._flops(x, w),
-        )
-        operands = x, w, dy, self.needs_grad, dim, choice
-        return _selected(run(scatter_backward(call.transport, *operands)), self.needs_grad)
-
-
-class MatmulReduceBackward(_ProductBackward):
-    """Backward of `all_reduce(x @ w)` with dst=R, whose cotangents have to be summed."""
-
-    def run(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        """Computes both gradients from one all-reduce of dy."""
-        call = self.call
-        num_ranks = call.num_ranks
-        choice = call.backward_choice(
-            "matmul_all_reduce backward",
-            "sum/direct",
-            x.dtype,
-            block_rows=max(1, dy.shape[:-1].numel() // num_ranks),
-            block_bytes=dy.nbytes / num_ranks,
-            flops=self._flops(x, w),
-            passes=2,
-        )
-        operands = x, w, dy, self.needs_grad, choice
-        return _selected(run(reduce_backward(call.transport, *operands)), self.needs_grad)

@@ -33,7 +33,7 @@ from shardmap_torch.kernels.planner import (
     record,
 )
 from shardmap_torch.ops.arguments import Axis, check_divides, read_axes, read_dim, read_type, shown
-from shardmap_torch.types import I, Partial, R, TypeLike, V
+from shardmap_torch.types import I, Partial, R, V
 
 Biases: TypeAlias = Sequence[Tensor | None]
 Runner: TypeAlias = KernelCall | Unfused
@@ -139,69 +139,43 @@ def prepare_gather(
     return _prepare(scope, collective, problem, (x, *ws, *present), options)
 
 
-def prepare_scatter(
+def prepare_product(
     axis: Axis,
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    dim: int,
+    op: str,
+    to: Any,
     overlap: Overlap,
     chunks: int | None,
 ) -> Prepared:
-    """Prepares a call of `matmul_reduce_scatter`."""
-    op = "matmul_reduce_scatter"
+    """Prepares a call of `matmul_reduce_scatter` or `matmul_all_reduce`; `to` is its dim or dst."""
     _check_operand(op, x)
     axes, scope = read_axes(op, axis)
-    dim = read_dim(op, "dim", dim, x.ndim)
+    num_ranks = scope.backend.mesh.num_ranks(axes)
+    scatters = op == "matmul_reduce_scatter"
+    to = read_dim(op, "dim", to, x.ndim) if scatters else read_type(op, to, "dst", (R, I))
     _check_weight(op, w, x.shape[-1])
     shape = torch.Size((*x.shape[:-1], w.shape[1]))
-    num_ranks = scope.backend.mesh.num_ranks(axes)
-    check_divides(op, "dim", shape[dim], axes, num_ranks)
-    by_features = dim == len(shape) - 1
-    _check_bias(op, bias, shape[-1] // (num_ranks if by_features else 1))
-    rows = shape[-1] if by_features else shape[:-1].numel()
+    rows, columns = shape[:-1].numel(), shape[-1]
+    if scatters:
+        check_divides(op, "dim", shape[to], axes, num_ranks)
+        collective = collective_of("reduce_scatter", Partial, V, axes, dim=to)
+        if to == len(shape) - 1:  # by features
+            rows, columns = columns, columns // num_ranks
+    else:
+        collective = collective_of("all_reduce", Partial, to, axes)
+    _check_bias(op, bias, columns)
     problem = Problem(
         op=op,
         axis=shown(axes),
         num_ranks=num_ranks,
-        schedule="scatter/direct",
+        schedule="scatter/direct" if scatters else "reduce/direct",
         block_rows=rows // num_ranks,
         block_bytes=shape.numel() * x.element_size() / num_ranks,
         flops=2.0 * x.numel() * w.shape[1],
+        passes=1 if scatters else 2,
     )
-    collective = collective_of("reduce_scatter", Partial, V, axes, dim=dim)
-    return _prepare(scope, collective, problem, (x, w), Options(overlap, chunks))
-
-
-def prepare_reduce(
-    axis: Axis,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    dst: TypeLike,
-    overlap: Overlap,
-    chunks: int | None,
-) -> Prepared:
-    """Prepares a call of `matmul_all_reduce`."""
-    op = "matmul_all_reduce"
-    _check_operand(op, x)
-    axes, scope = read_axes(op, axis)
-    to = read_type(op, dst, "dst", (R, I))
-    _check_weight(op, w, x.shape[-1])
-    _check_bias(op, bias, w.shape[1])
-    num_ranks = scope.backend.mesh.num_ranks(axes)
-    num_tokens = x.shape[:-1].numel()
-    problem = Problem(
-        op=op,
-        axis=shown(axes),
-        num_ranks=num_ranks,
-        schedule="reduce/direct",
-        block_rows=num_tokens // num_ranks,
-        block_bytes=num_tokens * w.shape[1] * x.element_size() / num_ranks,
-        flops=2.0 * x.numel() * w.shape[1],
-        passes=2,
-    )
-    collective = collective_of("all_reduce", Partial, to, axes)
     return _prepare(scope, collective, problem, (x, w), Options(overlap, chunks))
 
 

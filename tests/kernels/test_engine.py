@@ -13,9 +13,8 @@ from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
     gather_forward,
-    reduce_backward,
+    product_backward,
     reduce_forward,
-    scatter_backward,
     scatter_forward,
 )
 from shardmap_torch.kernels.executor import Choice, Gather
@@ -198,7 +197,7 @@ def test_scatter_backward_equals_autograd_of_the_whole(case: Case, num_ranks: in
         rank = transport.rank
         x, w = xs[rank].detach(), ws[rank].detach()
         choice = Choice("gather/ring", case.num_parts)
-        return scatter_backward(transport, x, w, shards[rank], (True, True), case.dim, choice)
+        return product_backward(transport, x, w, shards[rank], (True, True), case.dim, choice)
 
     for x, w in zip(xs, ws, strict=True):
         torch.autograd.backward(((x @ w) * dy).sum())
@@ -218,7 +217,7 @@ def test_reduce_backward_equals_autograd_of_the_sum_of_cotangents(
         rank = transport.rank
         x, w = xs[rank].detach(), ws[rank].detach()
         choice = Choice("sum/direct", num_parts)
-        return reduce_backward(transport, x, w, dys[rank], (True, True), choice)
+        return product_backward(transport, x, w, dys[rank], (True, True), None, choice)
 
     total = sum(dys, torch.zeros(()))
     for x, w in zip(xs, ws, strict=True):
@@ -267,12 +266,13 @@ KERNELS: dict[str, tuple[Callable[..., Steps[object]], int]] = {
         2,
     ),
     "sum/direct": (
-        lambda t, c: reduce_backward(
+        lambda t, c: product_backward(
             t,
             integers(8 * t.num_ranks, 5),
             integers(5, 6),
             integers(8 * t.num_ranks, 6),
-            (True,) * 2,
+            (True, True),
+            None,
             c,
         ),
         2,

@@ -22,9 +22,8 @@ from shardmap_torch.kernels import all_gather_matmul, matmul_all_reduce, matmul_
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
     gather_forward,
-    reduce_backward,
+    product_backward,
     reduce_forward,
-    scatter_backward,
     scatter_forward,
 )
 from shardmap_torch.kernels.endpoint import endpoint_of
@@ -97,13 +96,13 @@ def column_backward(again: bool, t: Transport, parts: int) -> Steps[Any]:
 def row_backward(t: Transport, parts: int) -> Steps[Any]:
     x, w = integers(6 * t.num_ranks, 2, seed=t.rank), integers(2, 3, seed=50 + t.rank)
     dy = integers(6, 3, seed=t.rank)
-    return scatter_backward(t, x, w, dy, (True, True), 0, Choice("gather/ring", parts))
+    return product_backward(t, x, w, dy, (True, True), 0, Choice("gather/ring", parts))
 
 
 def sum_backward(t: Transport, parts: int) -> Steps[Any]:
     x, w = integers(7 * t.num_ranks, 2, seed=t.rank), integers(2, 3, seed=50 + t.rank)
     dy = integers(7 * t.num_ranks, 3, seed=t.rank)
-    return reduce_backward(t, x, w, dy, (True, True), Choice("sum/direct", parts))
+    return product_backward(t, x, w, dy, (True, True), None, Choice("sum/direct", parts))
 
 
 KERNELS: dict[str, Kernel] = {

@@ -12,9 +12,8 @@ from shardmap_torch.errors import KernelError
 from shardmap_torch.kernels.algorithms import (
     gather_backward,
     gather_forward,
-    reduce_backward,
+    product_backward,
     reduce_forward,
-    scatter_backward,
     scatter_forward,
 )
 from shardmap_torch.kernels.endpoint import _pessimistic, measure
@@ -66,7 +65,7 @@ def column(t: Transport, c: Choice) -> Steps[object]:
 
 def row(t: Transport, c: Choice) -> Steps[object]:
     x, w = meta(ROWS * t.num_ranks, COLUMNS), meta(COLUMNS, INNER)
-    return scatter_backward(t, x, w, meta(ROWS, INNER), (True, True), 0, c)
+    return product_backward(t, x, w, meta(ROWS, INNER), (True, True), 0, c)
 
 
 def reduced(t: Transport, c: Choice) -> Steps[object]:
@@ -75,7 +74,7 @@ def reduced(t: Transport, c: Choice) -> Steps[object]:
         meta(COLUMNS, INNER),
         meta(ROWS * t.num_ranks, INNER),
     )
-    return reduce_backward(t, x, w, dy, (True, True), c)
+    return product_backward(t, x, w, dy, (True, True), None, c)
 
 
 # Kernel, schedule, matmuls in the pipeline, matmuls after it, passes.
