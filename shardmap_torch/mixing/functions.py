@@ -71,12 +71,10 @@ IN_PLACE: Final = frozenset(
 )
 """Names of those that write."""
 
-Handler = Callable[[SharingBackend, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[SharingBackend, Any, Any, Any], Any]
 
 
-def on_global(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def on_global(backend: SharingBackend, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function on values that are global over the automatic axes."""
     name = getattr(func, "__name__", "a function")
     known: dict[int | None, Tensor] = {}
@@ -108,9 +106,7 @@ def _version(x: Tensor) -> int:
     return 0 if base.is_inference() else base._version
 
 
-def _attention(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _attention(backend: SharingBackend, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs attention on shards where these are of batches or heads, which it treats one by one."""
     operands = (*args[:3], *(kwargs.pop(n) for n in ("query", "key", "value") if n in kwargs))
     rest = (*args[3:], *kwargs.values())
@@ -139,9 +135,7 @@ def _alike(operands: list[DTensor], backend: SharingBackend) -> tuple[Placement,
     return evenly(kept, query.shape, tuple(backend.shared.shape))
 
 
-def _by_dim(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _by_dim(backend: SharingBackend, func: Any, args: Any, kwargs: Any) -> Any:
     """Counts a dim from the front: torch's rules of the backward take it as it is."""
     if len(args) > 1 and is_dtensor(base_of(args[0])) and isinstance(args[1], int):
         args = args[0], args[1] % args[0].ndim, *args[2:]
@@ -150,9 +144,7 @@ def _by_dim(
     return func(*args, **kwargs)
 
 
-def _parts(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _parts(backend: SharingBackend, func: Any, args: Any, kwargs: Any) -> Any:
     """Takes the parts of a value one by one: torch's backward of all makes plain zeros."""
     if not args or not is_dtensor(base_of(args[0])):
         return on_global(backend, func, args, kwargs)
@@ -163,9 +155,7 @@ def _parts(
     return tuple(x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False))
 
 
-def _items(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, ...]:
+def _items(backend: SharingBackend, func: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
     x = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.ndim
     return tuple(x.select(dim, at) for at in range(x.shape[dim]))
@@ -182,9 +172,7 @@ _ALONG: Final[Mapping[str, tuple[int, int | None]]] = {
 """Functions along a dim: the position of that argument, and what stands for it."""
 
 
-def _along(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _along(backend: SharingBackend, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function along a dim on shards of the dims in front of it; others are gathered."""
     at, default = _ALONG[getattr(func, "__name__", "")]
     dim = kwargs.get("dim", args[at] if len(args) > at else default)
@@ -201,9 +189,7 @@ def _along(
     return map_tensors(lambda y: bind(backend, share, y), func(local, *args[1:], **kwargs))
 
 
-def _loss(
-    backend: SharingBackend, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _loss(backend: SharingBackend, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a loss on shards: entries by torch's rule, and means as sums over a count of all.
 
     torch's rules divide a mean, or its gradient, by the entries that one rank has or counts.
