@@ -24,6 +24,7 @@ from shardmap_torch.backends.vmap import markers_of, rebound
 from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.contracts import call_given
+from shardmap_torch.core.ambient import setting
 from shardmap_torch.core.autocasting import autocast_state, with_autocast
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.closures import Closures
@@ -38,7 +39,7 @@ from shardmap_torch.core.torch_private.engine import (
     functorch,
     restore_vmap,
 )
-from shardmap_torch.core.tree import flatten, map_tensors, unflatten
+from shardmap_torch.core.tree import flatten, map_tensors, put, unflatten
 from shardmap_torch.errors import TransformError, listing, show
 
 Y = TypeVar("Y")
@@ -179,14 +180,14 @@ class _Results:
     def used(self) -> Iterator[None]:
         """Records or reads them; does neither where tangents are computed by the same operators."""
         self._num_calls = 0
-        with _set(self if forward_level() < 0 else None):
+        with setting(_RESULTS, self if forward_level() < 0 else None):
             yield
 
     @contextmanager
     def saving(self, operators: Mapping[OpOverload, int]) -> Iterator[None]:
         """Saves results of a function, or reads them; functions within it leave that to it."""
         self._num_calls += 1
-        with _set(None), _Saving(self, self._num_calls, operators):
+        with setting(_RESULTS, None), _Saving(self, self._num_calls, operators):
             yield
 
     def end(self) -> None:
@@ -219,15 +220,6 @@ class _Results:
 
 _RESULTS: Final[ContextVar[_Results | None]] = ContextVar("results", default=None)
 """Those of the region that runs."""
-
-
-@contextmanager
-def _set(results: _Results | None) -> Iterator[None]:
-    token = _RESULTS.set(results)
-    try:
-        yield
-    finally:
-        _RESULTS.reset(token)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -309,10 +301,8 @@ class _Region:
 
     def run(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Calls the function on markers and tensors, in the scope of the first call."""
-        leaves = list(self.leaves)
         num_markers = len(operands) - len(self.places)
-        for place, tensor in zip(self.places, operands[num_markers:], strict=True):
-            leaves[place] = tensor
+        leaves = put(self.leaves, self.places, operands[num_markers:])
         captured, args, kwargs = unflatten(self.structure, leaves)
         with enter_scope(rebound(self.scope, operands[:num_markers])):
             out = self.closures.put(captured)(*args, **kwargs)
@@ -323,10 +313,7 @@ class _Region:
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The result as the function returned it."""
-        leaves = list(self.out_leaves)
-        for place, tensor in zip(self.out_places, tensors, strict=True):
-            leaves[place] = tensor
-        return unflatten(self.out_structure, leaves)
+        return unflatten(self.out_structure, put(self.out_leaves, self.out_places, tensors))
 
     def first(self, run: Run, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the function for its value, without saving anything for autograd."""
@@ -412,11 +399,11 @@ class _Region:
 
         def along(*primals: Tensor) -> Tensor:
             """Returns a number whose gradients are those that `pull_back` has to return."""
-            outputs = self.again(run, _put(saved, moving, primals))
+            outputs = self.again(run, put(saved, moving, primals))
             return sum((_inner(y, g) for y, g in self._select(outputs, grads)), torch.zeros(()))
 
         gradients = torch.func.grad(along, argnums=tuple(range(len(moving))))
-        return _put([None] * len(saved), moving, gradients(*[saved[i] for i in moving]))
+        return put([None] * len(saved), moving, gradients(*[saved[i] for i in moving]))
 
     def _select(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
@@ -436,7 +423,7 @@ class _Region:
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
 
         def along(*primals: Tensor) -> tuple[Tensor, ...]:
-            return self.again(run, _put(saved, moving, primals))
+            return self.again(run, put(saved, moving, primals))
 
         directions = tuple(tangent for tangent in tangents if tangent is not None)
         primals = tuple(saved[i] for i in moving)
@@ -470,14 +457,6 @@ def _inner(y: Tensor, grad: Tensor) -> Tensor:
     """Returns a real number whose gradient is that of `y` pulled back from `grad`."""
     product = y * grad.conj()
     return (product.real if product.is_complex() else product).sum()
-
-
-def _put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """Returns `values` with `others` at the positions `places`."""
-    result = list(values)
-    for place, other in zip(places, others, strict=True):
-        result[place] = other
-    return result
 
 
 class _Checkpoint(torch.autograd.Function):

@@ -26,7 +26,7 @@ from shardmap_torch.contracts import call_given
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.caching import constant
 from shardmap_torch.core.functorch import can_receive_gradient, is_smooth
-from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, unflatten
+from shardmap_torch.core.tree import NAMESPACE, Structure, Tree, flatten, put, unflatten
 from shardmap_torch.errors import TransformError, listing, show_shape
 
 A = ParamSpec("A")
@@ -254,9 +254,7 @@ class _Call:
 
     def run(self, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Calls `f`: the tensors of its result, and those of its second result."""
-        args = list(self.args)
-        for at, value in zip(self.positions, unflatten(self.structure, leaves), strict=True):
-            args[at] = value
+        args = put(self.args, self.positions, unflatten(self.structure, leaves))
         given = call_given(self.f, args, self.kwargs, TransformError, self.verb)
         out, aux = self._split(given)
         outs, self.out_structure = flatten(out)

@@ -18,6 +18,7 @@ from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.protocol import Backend, sends_bundles
 from shardmap_torch.collectives.scope import Scope
 from shardmap_torch.core.storage import all_spare, spare, unviewed
+from shardmap_torch.core.tree import put
 
 SMALL: Final = 2**20
 """Bytes above which a tensor is sent by itself, since its copy costs more than a message."""
@@ -79,14 +80,8 @@ def bind_all(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> l
     results: list[Tensor] = list(xs)
     if differentiable:
         outputs = _apply(operation, backend, *[xs[place] for place in differentiable])
-        _put(results, differentiable, outputs)
-    _put(results, others, _run(backend, operation, [xs[place] for place in others]))
-    return results
-
-
-def _put(results: list[Tensor], places: Sequence[int], outputs: Sequence[Tensor]) -> None:
-    for place, y in zip(places, outputs, strict=True):
-        results[place] = y
+        results = put(results, differentiable, outputs)
+    return put(results, others, _run(backend, operation, [xs[place] for place in others]))
 
 
 def _run(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -102,7 +97,7 @@ def _run(backend: Backend, operation: Collective, xs: Sequence[Tensor]) -> list[
             results[place] = operation.run(backend, x)
     for places in bundles.values():
         chosen = [xs[place] for place in places]
-        _put(results, places, _together(backend, operation, chosen))
+        results = put(results, places, _together(backend, operation, chosen))
     return results
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, Generic, TextIO, TypeVar, cast
 
 T = TypeVar("T")
@@ -45,13 +46,17 @@ SILENT: Final[ContextVar[bool]] = ContextVar("silent", default=False)
 
 
 @contextmanager
-def silently() -> Iterator[None]:
-    """Runs bodies for the library's own sake."""
-    token = SILENT.set(True)
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Gives a variable a value in this context."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        SILENT.reset(token)
+        variable.reset(token)
+
+
+silently: Final = partial(setting, SILENT, True)
+"""Runs bodies for the library's own sake."""
 
 
 _PRINTED: Final[ContextVar[bool | None]] = ContextVar("printed", default=None)
@@ -83,14 +88,8 @@ class _Once:
         return getattr(self._stream, name)
 
 
-@contextmanager
-def printing_once() -> Iterator[None]:
-    """Runs bodies by `printing_first`, of which the first that prints does so."""
-    token = _PRINTED.set(False)
-    try:
-        yield
-    finally:
-        _PRINTED.reset(token)
+printing_once: Final = partial(setting, _PRINTED, False)
+"""Runs bodies by `printing_first`, of which the first that prints does so."""
 
 
 @contextmanager

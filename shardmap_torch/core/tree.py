@@ -1,6 +1,6 @@
 """Pytrees: flattening, and broadcasting a prefix tree of specs to the leaves of a value."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,6 +137,14 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
     if type(structure) is Traced:
         return structure.unflatten(iter(leaves))
     return structure.unflatten(leaves)
+
+
+def put(values: Sequence[T], places: Iterable[int], others: Iterable[T]) -> list[T]:
+    """Returns values with others in these places, as many."""
+    result = list(values)
+    for place, other in zip(places, others, strict=True):
+        result[place] = other
+    return result
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.core.caching import memo
 from shardmap_torch.core.functorch import base_of, can_receive_gradient
-from shardmap_torch.core.tree import Broadcast, flatten, unflatten
+from shardmap_torch.core.tree import Broadcast, flatten, put, unflatten
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.nn.arguments import to_replicate
 from shardmap_torch.ops.arguments import finest
@@ -249,6 +249,4 @@ def _gathered(leaves: Leaves, stage: Stage, axis: str, begun: Any = None) -> Any
     values = transfer_all(leaves.values, stage, sys.maxsize, None, begun=begun)
     whole = [at for at, transfer in enumerate(stage.transfers) if transfer is None]
     converted = to_replicate([values[at] for at in whole], axis) if whole else []
-    for at, leaf in zip(whole, converted, strict=True):
-        values[at] = leaf
-    return unflatten(leaves.structure, values)
+    return unflatten(leaves.structure, put(values, whole, converted))

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shardmap_torch.core.tree import put
 from shardmap_torch.errors import OptimizerError
 from shardmap_torch.optim.lists import Tensors, foreach
 from shardmap_torch.optim.optimizer import Decays, Elementwise, Optimizer, Rate, Step, check_range
@@ -93,10 +94,7 @@ class _SGD(Elementwise):
 
     def _with_decay(self, params: Tensors, grads: Tensors, at: Step) -> Tensors:
         places = [place for place, amount in enumerate(at.decays) if amount]
-        result = list(grads)
-        if places:
-            own = [grads[i] for i in places], [params[i] for i in places]
-            added = foreach("add", *own, alpha=self.weight_decay)
-            for place, grad in zip(places, added, strict=True):
-                result[place] = grad
-        return result
+        if not places:
+            return grads
+        own = [grads[i] for i in places], [params[i] for i in places]
+        return put(grads, places, foreach("add", *own, alpha=self.weight_decay))

@@ -40,7 +40,7 @@ from shardmap_torch.core.caching import Memo
 from shardmap_torch.core.functorch import can_receive_gradient, is_batched, is_smooth
 from shardmap_torch.core.progress import telling
 from shardmap_torch.core.torch_private.fake_modes import postponing_imports
-from shardmap_torch.core.tree import Tree, entry_order, flatten, unflatten
+from shardmap_torch.core.tree import Tree, entry_order, flatten, put, unflatten
 from shardmap_torch.errors import CollectiveMismatchError, ShardMapError, ShardTypeError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, posting_errors, refused
@@ -415,8 +415,7 @@ def _differentiated_once(call: Call, result: Tree, refusal: ShardTypeError) -> T
     if places:
         apply: Any = _DifferentiatedOnce.apply
         attached = apply(f"{refusal}", anchor, *(leaves[at] for at in places))
-        for at, value in zip(places, attached, strict=True):
-            leaves[at] = value
+        leaves = put(leaves, places, attached)
     return unflatten(structure, leaves)
 
 

@@ -36,7 +36,7 @@ from shardmap_torch.core.caching import Memo, Unguarded, constant
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.functorch import can_receive_gradient
 from shardmap_torch.core.torch_private.engine import FakeTensorMode, set_compiler
-from shardmap_torch.core.tree import Structure, Tree, map_leaves, unflatten
+from shardmap_torch.core.tree import Structure, Tree, map_leaves, put, unflatten
 from shardmap_torch.errors import ShardMapError, TransformError
 from shardmap_torch.mesh import PROCESS_KINDS, Mesh
 from shardmap_torch.run.agree import Description, agree, describe, posting_errors
@@ -120,10 +120,7 @@ class Root:
         Raises:
             UncompiledError: the compiler has given it up.
         """
-        values = list(call.leaves)
-        for position, each in zip(call.crossing, local, strict=True):
-            values[position] = each
-        args, kwargs = unflatten(call.structure, values)
+        args, kwargs = unflatten(call.structure, put(call.leaves, call.crossing, local))
         if crossings.shapes is None:
             of = tuple([tuple(x.shape) if isinstance(x, Tensor) else () for x in call.leaves])
             crossings.shapes = self._shapes.get(of, lambda: Shapes(of))
@@ -290,9 +287,7 @@ class Compared:
         control = current()
         if control is None:
             return
-        leaves = list(self._call.leaves)
-        for position, x in zip(self._call.crossing, plain, strict=True):
-            leaves[position] = x
+        leaves = put(self._call.leaves, self._call.crossing, plain)
         values = self._equal.of(replace(self._call, leaves=leaves), control)
         run = partial(agree, self._description, values=values)
         posting_errors(self._call.name, run, self._call.mesh)

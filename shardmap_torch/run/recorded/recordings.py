@@ -27,7 +27,7 @@ from shardmap_torch.core.torch_private.engine import (
     forward_level,
     num_function_modes,
 )
-from shardmap_torch.core.tree import Tree, flatten, unflatten
+from shardmap_torch.core.tree import Tree, flatten, put, unflatten
 from shardmap_torch.errors import TransformError
 from shardmap_torch.run.agree import Description, agree
 from shardmap_torch.run.recorded.schedule import Schedule, has_messages, order_of, overlapped
@@ -318,9 +318,7 @@ def run_simulated(call: Call, run: Callable[[Call], Tree]) -> Tree:
     assert call.recordings is not None
 
     def record(recorder: OperatorTape, inputs: Sequence[Tensor]) -> Leaves:
-        given = list(call.leaves)
-        for position, value in zip(call.crossing, inputs, strict=True):
-            given[position] = value
+        given = put(call.leaves, call.crossing, inputs)
         leaves, structure = flatten(run(replace(call, leaves=given, recordings=None)))
         return leaves, partial(unflatten, structure)
 
