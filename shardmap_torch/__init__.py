@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from shardmap_torch.divergence import Divergence, find_divergence
     from shardmap_torch.parallel import (
         ColwiseParallel,
+        LocalAttributes,
+        PackedColwiseParallel,
         ParallelStyle,
         PrepareModuleInput,
         PrepareModuleInputOutput,
@@ -82,8 +84,9 @@ else:
         "automatic": "Redistribution Redistributions auto mark_sharding redistributions",
         "debug": "debug_print",
         "divergence": "Divergence find_divergence",
-        "parallel": "ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputOutput "
-        "PrepareModuleOutput RowwiseParallel SequenceParallel functional loss_parallel parallelize",
+        "parallel": "ColwiseParallel LocalAttributes PackedColwiseParallel ParallelStyle "
+        "PrepareModuleInput PrepareModuleInputOutput PrepareModuleOutput RowwiseParallel "
+        "SequenceParallel functional loss_parallel parallelize",
         "spec_patterns": "match_specs",
         "validate": "Validation validate_rule",
         "visualize": "Sharding visualize_sharding",
@@ -120,10 +123,12 @@ __all__ = [
     "I",
     "KernelError",
     "LayerError",
+    "LocalAttributes",
     "Mesh",
     "MeshError",
     "OptimizerError",
     "P",
+    "PackedColwiseParallel",
     "ParallelStyle",
     "Partial",
     "PostmortemError",

@@ -1,4 +1,4 @@
-"""Compares the flight recorders of all ranks: `python -m shardmap_torch.postmortem DIR`."""
+"""Compares the flight recorders of all ranks: `python -m shardmap_torch postmortem DIR`."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exits with 2, and one line about why, where there is none.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m shardmap_torch.postmortem", description=__doc__
+        prog="python -m shardmap_torch postmortem", description=__doc__
     )
     parser.add_argument("folder", type=Path, nargs="?", default=usable_folder())
     try:

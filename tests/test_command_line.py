@@ -158,7 +158,7 @@ def test_the_flight_recorders_are_compared_from_here_too(called: Any, tmp_path: 
     code, text = called(f"postmortem {tmp_path}", mesh="")
     assert (code, text) == (
         2,
-        f"python -m shardmap_torch.postmortem: There are no dumps rank-*.json in {tmp_path}.\n",
+        f"python -m shardmap_torch postmortem: There are no dumps rank-*.json in {tmp_path}.\n",
     )
 
 

@@ -1,9 +1,13 @@
 """Transforms and nesting: what torch.func and autograd do to a shard_mapped function."""
 
+import re
+import subprocess
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Generator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -636,6 +640,37 @@ def test_the_traceback_of_an_error_has_the_frames_of_the_user(
     assert frames(device_put, torch.ones(3), mesh, P("tp")) == ["frames"]
     monkeypatch.setenv("SHARDMAP_TRACEBACK", "full")
     assert "run" in frames(mapped, x)
+
+
+WRONG = """
+from torch import nn, randn
+from shardmap_torch import ColwiseParallel, make_mesh, parallelize
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.up(x)
+        return y.FORM
+
+mesh = make_mesh((2,), ("tp",), kind="simulated")
+parallelize(Model(), mesh, {"up": ColwiseParallel()})(randn(4, 8))
+"""
+
+
+@pytest.mark.parametrize("form", ["view(4, 8)", "softmax(-1)"])
+def test_an_error_that_ends_a_script_shows_the_lines_of_the_user_alone(
+    form: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WRONG.replace("FORM", form))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    files = re.findall(r'^  File "(.*?)"', done.stderr, re.MULTILINE)
+    assert {*files} == {str(script)}
+    assert ("in forward" in done.stderr) == (form == "view(4, 8)")  # fails there, not at its end
+    assert done.stderr.count("Error") == 1
 
 
 test_on_every_mesh = claimed(

@@ -369,7 +369,7 @@ class Control:
         if folder is not None:
             lines.append(
                 f"The last collectives of each rank are in {folder}; compare them by "
-                f"`python -m shardmap_torch.postmortem {folder}`."
+                f"`python -m shardmap_torch postmortem {folder}`."
             )
         text = "\n".join(lines)
         disagree = stuck is not None and stuck.is_disagreement

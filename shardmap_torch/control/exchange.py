@@ -181,7 +181,7 @@ class Comparison:
             except OSError as error:
                 if _is_of_handler(error):
                     raise
-                raise RuntimeError(f"sending to rank {exchange.rank_of[link]}: {error}") from error
+                raise _lost("sending to", exchange.rank_of[link], error) from error
 
     def wait(self, patience: timedelta) -> None:
         """Waits for the other ranks; where it has only lost its patience it may be called again.
@@ -217,7 +217,7 @@ class Comparison:
         """Adds what another rank knows; returns whether that is all of its message."""
         got, source = self._got + part, self._exchange.rank_of[self._silent[-1]]
         if not part:
-            raise RuntimeError(f"rank {source} has closed its connection")
+            raise _lost("receiving from", source, ConnectionResetError())
         is_whole = len(got) == self._form.size
         self._got = b"" if is_whole else got
         if not is_whole or got == self._message:
@@ -236,7 +236,7 @@ class Comparison:
         """Raises the error of a connection on which nothing came for so long, or that is broken."""
         if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
             source = self._exchange.rank_of[self._silent[-1]]
-            self._fail(RuntimeError(f"receiving from rank {source}: {error}"))
+            self._fail(_lost("receiving from", source, error))
         now, late = monotonic(), RuntimeError(f"not all ranks have come within {self._timeout}")
         self._end = self._end or now - seconds + self._timeout.total_seconds()
         if now >= self._end:
@@ -262,6 +262,13 @@ class Comparison:
 def _is_of_handler(error: OSError) -> bool:
     """Returns whether a signal handler of the user's has raised it, and not a socket's method."""
     return error.__traceback__ is not None and error.__traceback__.tb_next is not None
+
+
+def _lost(doing: str, rank: int, error: OSError) -> RuntimeError:
+    """Returns the error of a connection; which call meets its end first is chance, and not told."""
+    is_closed = isinstance(error, BrokenPipeError | ConnectionResetError)
+    gone = f"rank {rank} has closed its connection"
+    return RuntimeError(gone if is_closed else f"{doing} rank {rank}: {error}")
 
 
 def _until(end: float) -> float:

@@ -79,7 +79,7 @@ def start(timeout: timedelta) -> Control | None:
     _CURRENT.control = within(timeout, "Starting the control of the run", lambda: Control(timeout))
     _CURRENT.world = world
     _CURRENT.peers = PeerWatch(_CURRENT.control.waiting)
-    _pass_on_uncaught_errors()
+    pass_on_uncaught_errors()
     _note_updates()
     _leave_when_forked()
     # Runs before torch's own handlers: a thread that returns from C++ while the interpreter exits
@@ -99,7 +99,8 @@ def stop() -> None:
         control.exit()
 
 
-def _pass_on_uncaught_errors() -> None:
+def pass_on_uncaught_errors() -> None:
+    """Tells other ranks what ends this one, and shows the user's frames of our errors alone."""
     previous = sys.excepthook
     if getattr(previous, "_shardmap_torch", False):
         return

@@ -23,6 +23,12 @@ def call_text(users: FrameType) -> str:
     return "" if "\n" in source else source
 
 
+def call_at(code: CodeType, at: int) -> str:
+    """Returns the call at a position of code, as `ast.unparse` formats it; empty if unknown."""
+    _, call = _parsed(_source_at(code, at))
+    return "" if call is None else ast.unparse(call)
+
+
 def first_operand(code: CodeType, at: int) -> str | None:
     """Returns the text of the first argument of a call, at a position of the code."""
     source, call = _parsed(_source_at(code, at))

@@ -23,7 +23,7 @@ from shardmap_torch.control.groups import (
     shortest_timeout,
     start_process_group,
 )
-from shardmap_torch.control.start import current
+from shardmap_torch.control.start import current, pass_on_uncaught_errors
 from shardmap_torch.core.ambient import ThreadStack
 from shardmap_torch.core.torch_private.engine import set_timeout
 from shardmap_torch.core.views import refined
@@ -109,6 +109,7 @@ def make_mesh(
         raise MeshError(f"kind={show(kind)} is none of {', '.join(get_args(Kind))}.")
     chosen = _read_device(device)
     if kind not in PROCESS_KINDS:
+        pass_on_uncaught_errors()
         return Mesh(names, sizes, kind, chosen, simulate, aliases=aliases)
     chosen = start_process_group(chosen, limit)
     name = agree_on_layout(names, sizes, limit)

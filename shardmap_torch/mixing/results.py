@@ -68,8 +68,8 @@ class ShardedResult(DTensor):
             plain = [leaf for leaf in leaves if not isinstance(leaf, DTensor) and leaf.ndim]
             try:
                 out = Outside(backend).__torch_function__(func, types, args, kwargs)
-            except (RuntimeError, ValueError) as error:
-                _explain(result, plain, error)
+            except (RuntimeError, ValueError):
+                _reject_rows(result, plain)
                 raise
             for leaf in plain:
                 compare_operand(mesh, leaf)
@@ -130,11 +130,11 @@ def _left(backend: SharingBackend, x: Tensor) -> Tensor:
     return x
 
 
-def _explain(result: ShardedResult, plain: Sequence[Tensor], error: Exception) -> None:
-    """Explains an error where a plain operand has the rows that this rank has of the result.
+def _reject_rows(result: ShardedResult, plain: Sequence[Tensor]) -> None:
+    """Rejects plain operands, which torch has refused, with the rows that this rank has.
 
     Raises:
-        SpecError: one has.
+        SpecError: one is.
     """
     rows, own = result.shape[:1], result._local_tensor.shape[:1]
     for x in plain:
@@ -145,4 +145,4 @@ def _explain(result: ShardedResult, plain: Sequence[Tensor], error: Exception) -
                 "on all ranks.\n"
                 "Fix: from_local(x, mesh, P(axis)) for each rank's own rows; or compute the loss "
                 "in the module."
-            ) from error
+            ) from None  # torch's own, about shapes of which the user knows nothing, would be first

@@ -21,7 +21,13 @@ from shardmap_torch.core.source_location import error_site
 from shardmap_torch.errors import TRIED, ShardMapError, show_shape
 from shardmap_torch.ops import axis_size
 from shardmap_torch.parallel.plan import ROOT, Style, is_matched
-from shardmap_torch.parallel.styles import EMBEDDING, LocalAttributes, kind_of
+from shardmap_torch.parallel.styles import (
+    EMBEDDING,
+    LINEAR,
+    LocalAttributes,
+    PackedColwiseParallel,
+    kind_of,
+)
 from shardmap_torch.parallel.words import WORDS
 from shardmap_torch.types import I, K, R, Z
 
@@ -90,7 +96,7 @@ def amend(
         styles: the plan.
         accepts: checks a call with another one; raises an error if it is refused.
     """
-    found = vars(error.__cause__ or error)
+    found = next((x for x in map(vars, (error.__context__ or error, error)) if "place" in x), {})
     if not isinstance(error, ShardMapError) or not {"place", "tries"} <= found.keys():
         return  # it is of no forward, or not of the axis of the plan
     head, fix, advice = f"{error}".partition("\nFix: ")
@@ -187,6 +193,8 @@ class _Near:
 
     def _styled(self, key: str, path: str) -> Iterator[Changes]:
         own, kind = self._styles.get(key), kind_of(self._modules[path])
+        if kind == LINEAR and _PARTS & {*self._place.words}:
+            yield from ({key: PackedColwiseParallel(parts=parts)} for parts in (3, 2))
         near = [at for at, other in self._paths.items() if _are_alike(path, other, self._modules)]
         styles = [self._styles[at] for at in near if own is None and at in self._styles]
         for text, style in {_text(x): x for x in (*styles, *_WORDS[kind == EMBEDDING])}.items():
@@ -211,6 +219,9 @@ def _are_alike(path: str, other: str, modules: Mapping[str, nn.Module]) -> bool:
     is_beside = path.rpartition(".")[0] == other.rpartition(".")[0]
     return is_beside and kind_of(modules[path]) == kind_of(modules[other])
 
+
+_PARTS: Final = frozenset(("chunk", "split", "tensor_split", "unbind", "unflatten"))
+"""Names in a line that takes the matrices of one weight apart, as q, k and v."""
 
 _WORDS: Final = (
     ("colwise", "rowwise", "colwise_gather_output"),

@@ -54,6 +54,7 @@ from shardmap_torch.parallel.optimizers import note_parameters, warn_of_optimize
 from shardmap_torch.parallel.plan import ROOT, Plan, Style, is_style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import is_within_body, untracked, within_body
+from shardmap_torch.parallel.scaled import warn_of_scaling
 from shardmap_torch.parallel.units import Units
 from shardmap_torch.parallel.words import Split, pack, placements_of_split
 from shardmap_torch.placing import compared
@@ -166,8 +167,8 @@ def parallelize(
     styles, over = _styles_over(module, plan, on, axis, data)
 
     def place(resolved: Plan) -> Plan:
+        warn_of_optimizers([*module.parameters()])
         if on.kind in PROCESS_KINDS:
-            warn_of_optimizers([*module.parameters()])
             _place(module, on, resolved, src_data_rank)
             note_parameters(module)
         return resolved
@@ -382,6 +383,7 @@ class _ParallelCall:
                 self._amend(error, *given)
             error.__traceback__ = users_part(error)
             raise
+        warn_of_scaling(self._mesh)
         write_buffers(self._module, found[-1])
         out, *held = self._outputs.leave(found[:-1])
         filled = fill(caches, closed(*held))
@@ -480,7 +482,8 @@ class _ParallelCall:
             axes = [axis for axis in (self.plan.axis, *self.plan.data.axes) if axis]
             if not _is_torchs(error) or all(self._mesh.shape[axis] == 1 for axis in axes):
                 raise
-            raise self._explain(error) from error
+            # Ours alone is printed, with the lines of the forward: it says what torch's does.
+            raise self._explain(error).with_traceback(error.__traceback__) from None
 
     def _explain(self, error: Exception) -> SpecError:
         """Explains torch's error about shapes of shards to users who wrote global ones."""
@@ -598,6 +601,8 @@ which sums are over rows that are not their first dim."""
 _IN_MODULES: Final[Mapping[str, str]] = {
     r"multiply sizes by axis_size\(axis\)\.": "sizes in a forward are those of this rank's rows or "
     "shards, so write .mean(), which is that of all, in place of .sum() / size.",
+    r"matrices packed in one weight by [^;]*x\.unbind\(-1\)": "the matrices packed in one weight, "
+    "as q, k and v, by PackedColwiseParallel(parts=3) as its style",
     r", each after its all_reduce": ", which are those of all ranks; and of "
     "F.cross_entropy(x[mask], y[mask]) write F.cross_entropy(x, y.masked_fill(~mask, -100))",
     r"(\b(?:var|std)\w* is not what (?:.|\n)*Fix: )gather dim \d+ over '\w+' first, or wrap "

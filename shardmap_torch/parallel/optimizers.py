@@ -1,6 +1,7 @@
-"""Optimizers of torch beside `parallelize`: those made before it, and states of one device."""
+"""torch's own code on parameters of `parallelize`: optimizers, and numbers read of norms."""
 
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -9,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.library import register_torch_dispatch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmap_torch.core.hashing import hash_text
 from shardmap_torch.core.source_location import call_site, warn_at
-from shardmap_torch.errors import OptimizerError, listing, show_shape
+from shardmap_torch.errors import OptimizerError, ShardTypeError, listing, show_shape
 from shardmap_torch.mesh import as_mesh
 from shardmap_torch.placing import compared
 
@@ -23,13 +25,20 @@ _PATHS: Any = WeakIdKeyDictionary()
 
 
 def warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
-    """Warns where an optimizer has been made of parameters that are replaced: it moves nothing."""
+    """Warns where an optimizer has been made of parameters that are replaced: it moves nothing.
+
+    Also on meshes of one process, which replace none: a script is tried there for the others.
+    """
+    alone = torch.nn.Linear(1, 1)
+    own = max(map(sys.getrefcount, [*alone.parameters()]))
+    if max(map(sys.getrefcount, replaced), default=0) <= own:
+        return  # only their module refers to them, and to search all objects takes a second
     lists = [each for each in gc.get_referrers(*replaced) if isinstance(each, list)]
     groups = gc.get_referrers(*lists) if lists else []
     if any(isinstance(each, dict) and {"params", "lr"} <= each.keys() for each in groups):
         message = (
-            "parallelize replaces the parameters of a module, and an optimizer holds those of "
-            "before: its steps would change nothing.\nFix: make it afterwards, of "
+            "parallelize replaces the parameters of a module on processes, and an optimizer holds "
+            "those of before: its steps would change nothing.\nFix: make it afterwards, of "
             "module.parameters()."
         )
         warn_at(call_site(), message)
@@ -38,12 +47,36 @@ def warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
 def note_parameters(module: torch.nn.Module) -> None:
     """Keeps the names of DTensors, of which steps of torch's optimizers place plain states."""
     _PATHS.update({parameter: name for name, parameter in module.named_parameters()})
-    _watch_steps()
+    _watch()
 
 
 @cache
-def _watch_steps() -> None:
+def _watch() -> None:
     register_optimizer_step_pre_hook(_place_states)
+    register_torch_dispatch("aten::_local_scalar_dense", DTensor, _number)
+
+
+def _number(_: object, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Reads a number of a DTensor, as `.item()`, `float()` and `if` do.
+
+    torch 2.13 reads that of this rank's addend where the ranks' have not been reduced yet.
+
+    Raises:
+        ShardTypeError: they have not.
+    """
+    x = args[0]
+    sizes = zip(x.placements, x.device_mesh.shape, strict=True)
+    if not any(placement.is_partial() and size > 1 for placement, size in sizes):
+        return func(x._local_tensor)
+    site = call_site()
+    raise ShardTypeError(
+        f"a number is read of a DTensor of which each rank has its own part so far, as the norm of "
+        f"its shard: {show_shape(x.dtype, x.shape)}, {x.placements}.\n"
+        + f"  at {site}\n"
+        * (site is not None)
+        + "Fix: full(x).item(), which all ranks call; for gradients clip_grad_norm_ of "
+        "torch.nn.utils, which returns their norm; x.to_local().item() for this rank's own."
+    )
 
 
 class _Plain(NamedTuple):

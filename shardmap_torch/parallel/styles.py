@@ -95,8 +95,10 @@ class PackedColwiseParallel(ColwiseParallel):
         self.parts = parts
 
     def __repr__(self) -> str:
-        """Formats it as torch formats the style that it refines, with the parts."""
-        return super().__repr__().replace("(", f"(parts={self.parts}, ", 1)
+        """Formats it as the call that makes it, with the layouts that torch formats if given."""
+        text, usual = super().__repr__(), ColwiseParallel().__repr__()
+        own = "" if text == usual.replace("Col", "PackedCol", 1) else f", {text.partition('(')[2]}"
+        return f"PackedColwiseParallel(parts={self.parts}{own or ')'}"
 
 
 ONE_TENSOR: Final = (ColwiseParallel, RowwiseParallel, SequenceParallel)

@@ -40,7 +40,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         main(arguments)
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
-    return printed.err.removeprefix("python -m shardmap_torch.postmortem: ").rstrip("\n")
+    return printed.err.removeprefix("python -m shardmap_torch postmortem: ").rstrip("\n")
 
 
 def test_the_first_difference_is_shown_with_the_line_of_each_rank(

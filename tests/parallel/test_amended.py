@@ -1,6 +1,7 @@
 """A wrong plan is refused at the module that fails, with a change of the plan that is right."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional
 
+import shardmap_torch
 from shardmap_torch import (
     ColwiseParallel,
+    LocalAttributes,
+    PackedColwiseParallel,
     RowwiseParallel,
     ShardMapError,
     full,
@@ -18,7 +22,6 @@ from shardmap_torch import (
     parallel,
     parallelize,
 )
-from shardmap_torch.parallel import LocalAttributes
 from tests.parallel import models
 from tests.parallel.support.plans import llama_plan
 from tests.programs.support.harness import worker_mesh
@@ -125,6 +128,43 @@ def test_processes_print_what_a_simulated_mesh_does(gloo: Gloo) -> None:
     kept = golden.read(golden.FOLDER / "wrong_plans.txt")[mistake]
     for text in gloo(2).run(on_processes, mistake, timeout=120):
         assert golden.without_lines(text) == kept
+
+
+class Packed(nn.Module):
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.up, self.down = nn.Linear(8, 16 * parts), nn.Linear(16, 8)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.up(x).chunk(self.parts, dim=-1)
+        for other in others:
+            first = first * torch.sigmoid(other)
+        out: Tensor = self.down(first)
+        return out
+
+
+@pytest.mark.usefixtures("repairs")
+@pytest.mark.parametrize(
+    ("parts", "style"), [(2, "'packed_colwise'"), (3, "PackedColwiseParallel(parts=3)")]
+)
+def test_matrices_packed_in_one_weight_are_told_their_style(parts: int, style: str) -> None:
+    mesh, x = make_mesh((2,), ("tp",), kind="simulated"), torch.randn(4, 8).double()
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    one = Packed(parts)
+    with pytest.raises(ShardMapError) as caught:
+        parallelize(copy.deepcopy(one), mesh, plan)(x)
+    told = f"{{'up': {style}}}"
+    assert f"{caught.value}".endswith(f"check='global': {told} in the plan")
+    plan |= eval(told, {"PackedColwiseParallel": PackedColwiseParallel})
+    torch.testing.assert_close(parallelize(copy.deepcopy(one), mesh, plan)(x), one(x))
+
+
+def test_what_a_repair_names_is_in_the_package() -> None:
+    text = (golden.FOLDER / "wrong_plans.txt").read_text() + "PackedColwiseParallel("
+    for name in re.findall(r"\b(\w+Parallel|LocalAttributes)\(", text):
+        assert hasattr(shardmap_torch, name), name
 
 
 def on_processes(mistake: str) -> str:

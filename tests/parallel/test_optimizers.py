@@ -1,6 +1,8 @@
 """torch's optimizers on the parameters of a parallelized module, with accumulated gradients."""
 
 import copy
+import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +20,13 @@ from shardmap_torch import (
     OptimizerError,
     P,
     RowwiseParallel,
+    ShardTypeError,
     device_put,
     full,
     parallelize,
 )
 from tests.programs.support.everywhere import run_on
-from tests.programs.support.harness import random
+from tests.programs.support.harness import random, worker_mesh
 from tests.support.fuzzing import sized
 from tests.support.pool import Gloo
 
@@ -44,7 +47,7 @@ RIGHT: dict[str, tuple[Callable[[Any], optim.Optimizer], float]] = {
     "SGD": (lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True), 1e-9),
 }
 REFUSED: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
-    "Adafactor": (optim.Adafactor, r"aten\.pow_\.Scalar: in-place operations that require"),
+    "Adafactor": (optim.Adafactor, "a number is read of a DTensor of which each rank has its own"),
     "Rprop": (optim.Rprop, r"aten\.index_put_\.default: in-place operations that require"),
 }
 
@@ -94,12 +97,62 @@ def train_as_one_device(mesh: Mesh) -> None:
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=name)
     for make, text in REFUSED.values():
         for module, x, y in parallel():
-            with pytest.raises(RuntimeError, match=text):
+            with pytest.raises((RuntimeError, ShardTypeError), match=text):
                 trained(module, make, x, y)
 
 
 def test_optimizers_of_torch_train_shards_as_one_device_or_raise_an_error(gloo: Gloo) -> None:
     run_on("gloo", train_as_one_device, gloo, (2,), ("a",))
+
+
+PARTS = """\
+a number is read of a DTensor of which each rank has its own part so far, as the norm of its \
+shard: float64[], PLACEMENTS.
+  at SITE
+Fix: full(x).item(), which all ranks call; for gradients clip_grad_norm_ of torch.nn.utils, which \
+returns their norm; x.to_local().item() for this rank's own."""
+READS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a norm": (lambda x: x.norm(), lambda x: x.item()),
+    "a norm of squares": (lambda x: x.square().sum(), math.sqrt),
+    "the largest": (lambda x: x.abs().max(), float),
+    "a mean, as a condition": (lambda x: x.mean(), bool),
+}
+
+
+def read_numbers(mesh: Mesh) -> None:
+    one = model()
+    module = parallelize(copy.deepcopy(one), mesh, {}, fsdp="a")
+    for each, (x, y) in ((module, device_put((X, Y), mesh, P("a"))), (one, (X, Y))):
+        functional.mse_loss(each(x), y).backward()
+    for shard, whole in zip(module.parameters(), one.parameters(), strict=True):
+        for value, other in ((shard, whole), (shard.grad, whole.grad)):
+            for name, (reduced, read) in READS.items():
+                with pytest.raises(ShardTypeError) as caught:
+                    read(reduced(value))
+                text = re.sub(r"at test_optimizers\.py:\d+: .*", "at SITE", f"{caught.value}")
+                assert re.sub(r"\(\S*Partial.*\)", "PLACEMENTS", text) == PARTS, name
+                right = read(reduced(other))
+                assert read(full(reduced(value))) == pytest.approx(right), name
+            assert bool((value > 1e3).any().full_tensor()) is False
+            assert value.norm().to_local().item() > 0
+            assert bool(value.norm() > -1)
+            assert value.full_tensor().norm().item() > 0
+    norm = nn.utils.clip_grad_norm_(module.parameters(), 1.0, error_if_nonfinite=True)
+    expected = nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+    assert norm.item() == pytest.approx(expected.item())
+
+
+def test_a_number_of_a_ranks_own_shard_is_refused(gloo: Gloo) -> None:
+    run_on("gloo", read_numbers, gloo, (2,), ("a",))
+
+
+def test_on_one_rank_numbers_are_those_of_all(gloo: Gloo) -> None:
+    gloo(2).run(read_of_one)
+
+
+def read_of_one() -> None:
+    module = parallelize(model(), worker_mesh((1, 2), ("a", "b")), {}, fsdp="a")
+    assert next(module.parameters()).norm().item() > 0
 
 
 def made_before(mesh: Mesh) -> None:
@@ -114,8 +167,9 @@ def made_before(mesh: Mesh) -> None:
         parallelize(model(), mesh, plan)
 
 
-def test_an_optimizer_that_is_made_before_placing_is_told_of(gloo: Gloo) -> None:
-    run_on("gloo", made_before, gloo, (2,), ("a",))
+@pytest.mark.parametrize("kind", ["vmap", "gloo"])
+def test_an_optimizer_that_is_made_before_placing_is_told_of(kind: Any, gloo: Gloo) -> None:
+    run_on(kind, made_before, gloo, (2,), ("a",))
 
 
 class Scaled(nn.Module):
