@@ -125,7 +125,8 @@ def read_numbers(mesh: Mesh) -> None:
     for each, (x, y) in ((module, device_put((X, Y), mesh, P("a"))), (one, (X, Y))):
         functional.mse_loss(each(x), y).backward()
     for shard, whole in zip(module.parameters(), one.parameters(), strict=True):
-        for value, other in ((shard, whole), (shard.grad, whole.grad)):
+        pairs: list[Any] = [(shard, whole), (shard.grad, whole.grad)]
+        for value, other in pairs:
             for name, (reduced, read) in READS.items():
                 with pytest.raises(ShardTypeError) as caught:
                     read(reduced(value))
@@ -164,7 +165,9 @@ def made_before(mesh: Mesh) -> None:
     del optimizer
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        parallelize(model(), mesh, plan)
+        fresh, numbers = model(), torch.get_rng_state()
+        parallelize(fresh, mesh, plan)
+    assert torch.equal(torch.get_rng_state(), numbers)
 
 
 @pytest.mark.parametrize("kind", ["vmap", "gloo"])
