@@ -2,7 +2,6 @@
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import CodeType
@@ -10,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from shardmap_torch.core.source_location import mark_lines, nodes_of
+from shardmap_torch.core.source_location import Site, mark_lines, nodes_of, warn_at
 from shardmap_torch.core.source_text import call_at
 from shardmap_torch.mesh import Mesh
 
@@ -37,12 +36,12 @@ def warn_of_scaling(mesh: Mesh) -> None:
 @lru_cache(maxsize=256)
 def _warn(code: CodeType, at: int) -> None:
     for line in _scalings(code, at):
-        message = (
+        warn_at(
+            Site(code.co_filename, line),
             "the loss of a parallelized module, and its gradients, are those of one device, where "
             "a mean is over the rows of all ranks: scaled by the number of ranks they are wrong by "
-            "that factor.\nFix: leave the factor out."
+            "that factor.\nFix: leave the factor out.",
         )
-        warnings.warn_explicit(message, UserWarning, code.co_filename, line, registry={})
 
 
 def _scalings(code: CodeType, at: int) -> Iterator[int]:
