@@ -19,7 +19,7 @@ from shardmap_torch.collectives.protocol import Backend, Casts, Drawing, Edge, M
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.core.caching import Memo, lazy
 from shardmap_torch.core.source_location import error_site, is_raised_by_call
-from shardmap_torch.core.tree import Placed, Structure, Tree, flatten, put, unflatten
+from shardmap_torch.core.tree import Placed, Structure, Tree, flatten, unflatten
 from shardmap_torch.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -151,7 +151,10 @@ class Result:
 
     def rebuild(self, crossing: Sequence[Tensor]) -> Tree:
         """Returns the result with other values of the leaves that cross."""
-        return unflatten(self.structure, put(self.leaves, self.match.crossing, crossing))
+        leaves = list(self.leaves)
+        for position, value in zip(self.match.crossing, crossing, strict=True):
+            leaves[position] = value
+        return unflatten(self.structure, leaves)
 
 
 def run_body(
@@ -170,7 +173,9 @@ def run_body(
     monitor = monitor if call.follow is None else call.follow()
     drawing = outer.drawing if drawing is None and outer is not None else drawing
     with enter_scope(Scope(backend, call.bound, monitor, drawing)):
-        values = put(call.leaves, call.match.crossing, tensors)
+        values = list(call.leaves)
+        for position, local in zip(call.match.crossing, tensors, strict=True):
+            values[position] = local
         if call.match.entries:
             apply_all(backend, call.match.entries, values)
         if monitor is not None and call.follow is None:
