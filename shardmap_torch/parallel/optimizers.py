@@ -4,7 +4,7 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from shardmap_torch.placing import compared
 
 _PATHS: Any = WeakIdKeyDictionary()
 """Names of parameters of parallelized modules."""
+
+_MESHES: Any = WeakIdKeyDictionary()
+"""Their meshes; DTensors on others are left to torch."""
 
 
 def warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
@@ -46,7 +49,8 @@ def warn_of_optimizers(replaced: Sequence[Tensor]) -> None:
 
 def note_parameters(module: torch.nn.Module) -> None:
     """Keeps the names of DTensors, of which steps of torch's optimizers place plain states."""
-    _PATHS.update({parameter: name for name, parameter in module.named_parameters()})
+    for name, parameter in module.named_parameters():
+        _PATHS[parameter] = _MESHES[cast(DTensor, parameter).device_mesh] = name
     _watch()
 
 
@@ -66,7 +70,8 @@ def _number(_: object, func: Any, types: Any, args: Any = (), kwargs: Any = None
     """
     x = args[0]
     sizes = zip(x.placements, x.device_mesh.shape, strict=True)
-    if not any(placement.is_partial() and size > 1 for placement, size in sizes):
+    is_part = any(placement.is_partial() and size > 1 for placement, size in sizes)
+    if not is_part or x.device_mesh not in _MESHES:
         return func(x._local_tensor)
     site = call_site()
     raise ShardTypeError(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional
 
 from shardmap_torch import (
@@ -147,13 +147,15 @@ def test_a_number_of_a_ranks_own_shard_is_refused(gloo: Gloo) -> None:
     run_on("gloo", read_numbers, gloo, (2,), ("a",))
 
 
-def test_on_one_rank_numbers_are_those_of_all(gloo: Gloo) -> None:
-    gloo(2).run(read_of_one)
+def test_numbers_of_one_rank_and_on_other_meshes_are_left_to_torch(gloo: Gloo) -> None:
+    gloo(2).run(read_of_torch)
 
 
-def read_of_one() -> None:
+def read_of_torch() -> None:
     module = parallelize(model(), worker_mesh((1, 2), ("a", "b")), {}, fsdp="a")
     assert next(module.parameters()).norm().item() > 0
+    other = worker_mesh((2,), ("of_torch_alone",)).device_mesh
+    assert distribute_tensor(torch.ones(2), other, [Shard(0)]).sum().item() == 1  # of 2
 
 
 def made_before(mesh: Mesh) -> None:
