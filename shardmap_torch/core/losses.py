@@ -7,25 +7,15 @@ from typing import Any, Final
 from torch import Tensor
 from torch.nn import functional
 
-_AVERAGES: Final = (
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.cosine_embedding_loss,
-    functional.gaussian_nll_loss,
-    functional.hinge_embedding_loss,
-    functional.huber_loss,
-    functional.kl_div,
-    functional.l1_loss,
-    functional.margin_ranking_loss,
-    functional.mse_loss,
-    functional.multi_margin_loss,
-    functional.multilabel_margin_loss,
-    functional.multilabel_soft_margin_loss,
-    functional.poisson_nll_loss,
-    functional.smooth_l1_loss,
-    functional.soft_margin_loss,
-    functional.triplet_margin_loss,
-    functional.triplet_margin_with_distance_loss,
+_AVERAGES: Final = tuple(
+    getattr(functional, name)
+    for name in (
+        "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss "
+        "gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss "
+        "mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss "
+        "poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss "
+        "triplet_margin_with_distance_loss"
+    ).split()
 )
 """Losses whose mean is over all entries, or all rows."""
 

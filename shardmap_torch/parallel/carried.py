@@ -20,9 +20,7 @@ _GPT2: Final[Mapping[str, Style]] = {
 
 _BERT: Final[Mapping[str, Style]] = {
     "embeddings.word_embeddings": "embedding_rowwise",
-    "encoder.layer.*.attention.self.query": "colwise",
-    "encoder.layer.*.attention.self.key": "colwise",
-    "encoder.layer.*.attention.self.value": "colwise",
+    "encoder.layer.*.attention.self.[qkv]*": "colwise",
     "encoder.layer.*.attention.output.dense": "rowwise",
     "encoder.layer.*.intermediate.dense": "colwise",
     "encoder.layer.*.output.dense": "rowwise",
@@ -82,19 +80,20 @@ _FALCON: Final[Mapping[str, Style]] = {
 }
 
 DEFAULTS: Final[Mapping[str, tuple[Mapping[str, Style], Mapping[str, Style]]]] = {
-    "gpt2": (_GPT2, {"lm_head": "colwise_gather_output"}),
-    "bert": (_BERT, {"cls.predictions.decoder": "colwise_gather_output"}),
-    **dict.fromkeys(
-        ("roberta", "xlm-roberta", "camembert"),
-        (_BERT, {"lm_head.decoder": "colwise_gather_output"}),
-    ),
-    **dict.fromkeys(("opt", "bart", "mbart"), (_BART, {"lm_head": "colwise_gather_output"})),
-    "whisper": (_BART, {"proj_out": "colwise_gather_output"}),
-    "clip": (_BART, {}),
-    "bloom": (_BLOOM, {"lm_head": "colwise_gather_output"}),
-    "falcon": (_FALCON, {"lm_head": "colwise_gather_output"}),
-    "t5": (_T5, {"lm_head": "colwise_gather_output"}),
-    "vit": (_VIT, {}),
+    kind: (base, {head: "colwise_gather_output"} if head else {})
+    for kinds, base, head in (
+        ("gpt2", _GPT2, "lm_head"),
+        ("bert", _BERT, "cls.predictions.decoder"),
+        ("roberta xlm-roberta camembert", _BERT, "lm_head.decoder"),
+        ("opt bart mbart", _BART, "lm_head"),
+        ("whisper", _BART, "proj_out"),
+        ("clip", _BART, ""),
+        ("bloom", _BLOOM, "lm_head"),
+        ("falcon", _FALCON, "lm_head"),
+        ("t5", _T5, "lm_head"),
+        ("vit", _VIT, ""),
+    )
+    for kind in kinds.split()
 }
 """Plans by the type of a model: of its base, and of heads on it."""
 

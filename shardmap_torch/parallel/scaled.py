@@ -12,6 +12,7 @@ import torch
 from shardmap_torch.core.source_location import Site, mark_lines, nodes_of, warn_at
 from shardmap_torch.core.source_text import call_at
 from shardmap_torch.mesh import Mesh
+from shardmap_torch.ops.body import mesh_of_body
 
 _FUNCTION: Final = ast.FunctionDef | ast.AsyncFunctionDef
 _SCALES: Final = r"(true_)?div(ide)?_?|mul(tiply)?_?"
@@ -28,7 +29,8 @@ def warn_of_scaling(mesh: Mesh) -> None:
 
     Their source tells: the number itself may as well be that of microbatches.
     """
-    if torch.is_grad_enabled() and mesh.size > 1 and mesh.rank == 0:
+    is_asked = torch.is_grad_enabled() and mesh.size > 1 and mesh_of_body() is None
+    if is_asked and mesh.rank == 0:
         for code, at in mark_lines():
             _warn(code, at)
 
