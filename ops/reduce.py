@@ -85,11 +85,11 @@ def all_reduce(
     if isinstance(x, Tensor):
         return issue_each("all_reduce", _read_reduction, x, axis, dst, src, op, dtypes)
     axes, scope = read_axes("all_reduce", axis)
-    made = scope.reduction(op, axes, x)
+    made, num_ranks = scope.reduction(op, axes, x)
     operation = _reduction(axes, dst, src, made, *dtypes)
     if isinstance(operation, Extremum):
         return each_leaf("all_reduce", x, lambda x: issue(scope, _ordered(operation, x), x))
-    finish = _mean_over("all_reduce", made, scope.backend.mesh.num_ranks(axes))
+    finish = _mean_over("all_reduce", made, num_ranks)
     return all_leaves("all_reduce", x, partial(_sum_all, scope, operation, finish))
 
 
@@ -97,9 +97,9 @@ def _read_reduction(
     x: object, axis: Axis, dst: TypeLike, src: TypeLike | None, op: str, dtypes: Dtypes
 ) -> Reader:
     axes, scope = read_axes("all_reduce", axis)
-    made = scope.reduction(op, axes, x)
+    made, num_ranks = scope.reduction(op, axes, x)
     operation = _reduction(axes, dst, src, made, *dtypes)
-    finish = _mean_over("all_reduce", made, scope.backend.mesh.num_ranks(axes))
+    finish = _mean_over("all_reduce", made, num_ranks)
 
     def one(leaf: Tensor) -> Reading:
         if isinstance(operation, Extremum):
@@ -190,9 +190,9 @@ def _read_scatter(
     num_ranks = scope.backend.mesh.num_ranks(axes)
     if not isinstance(op, str) or op not in ("sum", "mean"):
         raise CollectiveError(f"reduce_scatter: op={op!r} is none of sum, mean.")
-    made = scope.reduction(op, axes, x)
+    made, divisor = scope.reduction(op, axes, x)
     lengths = check_sizes("reduce_scatter", "sizes", sizes, num_ranks)
-    finish = _mean_over("reduce_scatter", made, num_ranks)
+    finish = _mean_over("reduce_scatter", made, divisor)
 
     def one(leaf: Tensor) -> Reading:
         at = read_dim("reduce_scatter", "dim", dim, leaf.ndim)

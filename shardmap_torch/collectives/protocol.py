@@ -90,8 +90,8 @@ class Checker(Backend, Protocol):
         """Returns whether the equal result that is being made is cast; see `Readings`."""
         ...
 
-    def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
-        """Returns the reduction that a call makes: `op`, unless a repair is tried."""
+    def reduction(self, op: str, axes: Sequence[str], x: object) -> tuple[str, int]:
+        """Returns `op` and the number of ranks, unless a repair is tried that changes them."""
         ...
 
     def first_run(self) -> AbstractContextManager[object]:

@@ -76,8 +76,9 @@ class Scope:
             note.value = self.backend.is_cast()
         return note.value
 
-    def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
-        return self.backend.reduction(op, axes, x) if is_checker(self.backend) else op
+    def reduction(self, op: str, axes: Sequence[str], x: object) -> tuple[str, int]:
+        own = op, self.backend.mesh.num_ranks(axes)
+        return self.backend.reduction(op, axes, x) if is_checker(self.backend) else own
 
     def fork(self, what: object) -> "Scope":
         """Returns the scope to keep for code that a backward will run again; see `Monitor.fork`."""

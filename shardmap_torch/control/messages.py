@@ -141,10 +141,11 @@ def difference(name: str, reports: Mapping[int, Report]) -> str:
     unlike = [rank for rank in others if plain[rank] == plain[others[0]]]
     lines = f"  {ranks_text(alike)}: {mine.strip()}\n  {ranks_text(unlike)}: {other.strip()}"
     data = _fix_of_data(mine, other)
+    if parting is not None:  # the lines of the user tell more, and all of it where data differ
+        head = f"{head}. They have come to it at different lines:{places}"
+        head += "" if data else f"\nThe first difference:\n{lines}"
+        return f"{head}\n{default}{_ROWS * _are_batches(mine, other)}"
     fix = data or default + _ROWS * _are_batches(mine, other)
-    if parting is not None:  # the lines of the user tell more
-        head = f"{head}. They have come to it at different lines"
-        return f"{head}:{places}\nThe first difference:\n{lines}\n{fix}"
     head = f"{name}: processes pass other data" if data else head
     return f"{head}. The first difference:\n{lines}\nwhere:{places}\n{fix}"
 

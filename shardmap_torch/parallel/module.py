@@ -490,6 +490,7 @@ class _ParallelCall:
         site, left, rows = error_site(error), vars(error).get(_LEFT, ""), self.plan.data.axes
         axis = rows[0] if rows and not left else self.plan.axis
         advice = f"{_GATHER.format(left=left)}; or {_DIVIDE}" if left else _DIVIDE
+        advice = vars(error).get("undivided", advice)
         parts, ranks = "rows" if axis in rows else "shards", self._mesh.shape[axis]
         lines = [
             f"{type(self._module).__name__}: the forward fails on the {parts} that one of the "

@@ -81,3 +81,17 @@ def test_the_lines_of_ranks_come_before_how_their_programs_differ() -> None:
         "  rank 0: x: P('dp')",
         "  rank 1: backward:",
     ]
+
+
+def test_lines_of_ranks_that_differ_come_in_place_of_values_that_differ() -> None:
+    train, evaluate = "train.py:8: model(*place(batch))", "train.py:9: model(*place(held_out))"
+    steps = [Step(1, "device_put", "train.py:2: place", (train,))]
+    steps += [Step(2, "device_put", "train.py:2: place", (line,)) for line in (evaluate, train)]
+    reports = {
+        at: Report(2, trail[-1].site, f"device_put\n  x: f[2], hash {at}a, P('dp')", (), trail)
+        for at, trail in enumerate([steps[:2], steps[::2]])
+    }
+    text = difference("device_put", reports)
+    assert "hash" not in text
+    assert f"rank 0: device_put at train.py:2: place, called at {evaluate}" in text
+    assert "with nothing of it under `if mesh.rank == 0:`" in text.splitlines()[-1]

@@ -177,13 +177,13 @@ def test_uneven_heads_are_an_error_that_says_where() -> None:
     text = error_of(SpecError, module, llama_plan(parallel), TOKENS)
     assert text.splitlines()[0] == (
         "Llama: the forward fails on the shards that one of the 2 ranks of 'tp' has: "
-        "shape '[2, 4, -1, 8]' is invalid for input of size 96"
+        "3 heads, or what else dim 2 counts, do not divide over 'tp' = 2 ranks: on one device view "
+        "makes [2, 4, 3, 8] there (shape '[2, 4, -1, 8]' is invalid for input of size 96)"
     )
     assert text.splitlines()[1].startswith("  at models.py:")
     assert text.endswith(
-        "; or choose heads or groups that divide over the ranks, name modules that take "
-        "shards in the plan, and reshape by local sizes, as view(b, t, -1, head_dim), or by "
-        'attributes that it names, as {"layers.*.attn": LocalAttributes("num_heads")}.'
+        "\nFix: take a multiple of 2 of them, or leave this layer whole on each rank, without 'tp' "
+        "for its weights."
     )
 
 

@@ -85,12 +85,13 @@ class AbstractBackend(WithoutAutomaticAxes):
         self._readings.results[self._interpreter.equations[-1]] = lines
         return lines in self._readings.cast
 
-    def reduction(self, op: str, axes: Sequence[str], x: object) -> str:
+    def reduction(self, op: str, axes: Sequence[str], x: object) -> tuple[str, int]:
         spot = collective_call()
-        op = self._repair.op_at(spot, op)
-        if spot is not None and op in ("sum", "mean"):
+        op, other = self._repair.op_at(spot, op), self._repair.collectives.get(spot)
+        num_ranks = self.mesh.num_ranks(axes if other is None else other.axes)
+        if spot is not None and op in ("sum", "mean") and num_ranks > 1:  # of one both are the same
             self._interpreter.traits.reductions[spot] = op
-        return op
+        return op, num_ranks
 
     def require(self, name: str, axes: Sequence[str], axis_type: AxisType, x: Tensor) -> None:
         interpreter = self._interpreter

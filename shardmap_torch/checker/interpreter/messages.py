@@ -191,20 +191,44 @@ def _both_ways(
     interpreter: "Interpreter", axis: str, uses: Sequence[Use], at: int
 ) -> ShardTypeError:
     """Builds the error of a value used as I and as R, whose gradients autograd would add."""
+    forward = interpreter.forward_of_current_node()
+    operands = () if forward is None else forward.operands
+    alike = (u for u in operands if u.shape == uses[0].shape and not u.types[at].varies)
+    equal = {id(use.storage_type): use.storage_type for use in alike}
+    value = next(iter(equal.values())) if len(equal) == 1 else None
+    others = [culprit(each, at, axis) for each in _invariants_with(interpreter, value, at)]
     lines = [
-        f"  one use gives a gradient that is {use.types[at]}, from {use.storage_type.origin()}"
+        f"  one use is with a value that is I, from {others[0].origin()}"
+        if others and use.types[at] == I
+        else f"  one use gives a gradient that is {use.types[at]}, from {use.storage_type.origin()}"
         for use in uses
     ]
+    what = "a value" if value is None or value.leaf is None else value.label
+    name = "x" if what == "a value" else what.removeprefix("input ").partition(" (P(")[0]
     both = error(
         interpreter,
-        f"a value is needed as I and as R over {axis!r}: one use is a "
-        "computation that all ranks repeat, another differs between ranks.",
+        f"{what} is needed as I and as R over {axis!r}: one use is a computation that all ranks "
+        "repeat, another differs between ranks.",
         lines,
-        f"where each rank uses it differently, use convert(x, {axis!r}, src=I, dst=R).",
+        f"where each rank uses it differently, use convert({name}, {axis!r}, src=I, dst=R).",
         types=[use.types[at] for use in uses],
     )
     rejection_of(both).may_be_addend = interpreter.may_be_addends
+    for each in others:
+        propose(both, repairs_to(interpreter, each, at, R))
     return both
+
+
+def _invariants_with(
+    interpreter: "Interpreter", value: StorageType | None, at: int
+) -> Iterator[StorageType]:
+    """Yields what is I and meets a value in an operation, or what that alone becomes."""
+    same = {id(value)}
+    for equation in interpreter.equations:
+        uses = equation.operands
+        if not equation.backward and any(id(use.storage_type) in same for use in uses):
+            yield from (use.storage_type for use in uses if use.types[at] == I)
+            same |= {id(use.storage_type) for use in equation.results if use.types[at] == K}
 
 
 def culprit(storage_type: StorageType, axis: int, name: str) -> StorageType:
@@ -311,10 +335,6 @@ def source(
         if gradients
         else _source_advice(collective, name, axis, have, expected)
     )
-    others = [a for a, t in interpreter.by_axis(use.types).items() if t.varies and a != axis]
-    if have in (I, R, K) and others and expected.varies:
-        where = " and ".join(map(repr, others))
-        advice = f"go over {where}, along which it differs between ranks. Or {advice}"
     wrong_type = error(interpreter, head, [_describe(use, at)], advice, types=[have])
     propose(wrong_type, _summing(interpreter, gradients, axis))
     if equation.forward is not None:

@@ -148,7 +148,7 @@ class _Functions(FunctionMode):
             interpreter.numbers.branches.refusal = error
             raise
         except (RuntimeError, IndexError, ValueError) as error:  # of torch, as about shapes
-            proposals.note_operands(interpreter, error, args, kwargs)
+            proposals.note_operands(interpreter, error, func, args, kwargs)
             raise
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
+from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, strided
 
-from shardmap_torch.checker.interpreter import messages
 from shardmap_torch.checker.ir.program import Equation, StorageType
 from shardmap_torch.checker.ir.repairs import (
     FIRST,
@@ -135,7 +136,6 @@ def exchanges(spot: Spot, collective: Collective, state: State) -> Iterator[Repa
     """Yields what to call in place of a collective that does not take an operand of this state."""
     unequal = tuple(axis for axis in collective.axes if state.get(axis, K).kind not in _SOURCE)
     without = Repair(f"leave out {spot}", collectives={spot: None})
-    yield from _over_others(spot, collective, state)
     if not unequal:
         yield without
     elif unequal != collective.axes and collective.name in _WRITTEN:
@@ -150,7 +150,7 @@ def exchanges(spot: Spot, collective: Collective, state: State) -> Iterator[Repa
         yield without
 
 
-_TAKES: Final = {"P": "P", "V": "SV"}
+_TAKES: Final = {"P": "PV", "V": "SV"}
 """Letters of the types of which a collective takes one, by the letter of its source type."""
 
 
@@ -159,34 +159,25 @@ def _over_others(spot: Spot, collective: Collective, state: State) -> Iterator[R
     for other, have in state.items():
         takes = have.kind in _TAKES.get(collective.src.kind, "")
         if takes and other not in collective.axes and have.dim in (None, collective.dim):
-            yield from _over(spot, collective, collective.axes[0], other)
+            yield from _over(spot, collective, other)
 
 
-def mixed_groups(
-    interpreter: "Interpreter", tensors: Sequence[Tensor], states: Sequence[State]
+def moved_over_others(
+    interpreter: "Interpreter", x: Tensor, own: State, peers: Sequence[State] = ()
 ) -> Iterator[Repair]:
-    """Yields the axis of the other operands for the collective that has sharded one over its own.
+    """Yields other axes for the collective that a value comes from.
 
-    As where hidden states are scattered over one group, and their mask over another.
+    Those along which it still is what that takes, and those that shard other operands: as where
+    hidden states are scattered over one group, and their mask over another.
     """
-    unequal = [frozenset(a for a, have in each.items() if have.kind in "SV") for each in states]
-    for x, own in zip(tensors, unequal, strict=True):
-        others = frozenset().union(*unequal) - own
-        if len(own) == 1 and others:
-            (axis,) = own
-            storage_type, at = interpreter.storage_type(x), interpreter.axes.index(axis)
-            made = messages.culprit(storage_type, at, axis).made
-            for other in sorted(others):
-                yield from _over_of(made, axis, other)
-
-
-def gathered_over_others(interpreter: "Interpreter", x: Tensor, own: State) -> Iterator[Repair]:
-    """Yields the axis that still shards a value for the gather over another that it comes from."""
     made = _last_collective(interpreter.storage_type(x))
-    sharded = [axis for axis, have in own.items() if have.kind in "SV"]
-    if made is not None and made.collective is not None and made.collective.name == "all_gather":
-        for other in sharded:
-            yield from _over_of(made, made.collective.axes[0], other)
+    if made is None or made.collective is None or made.spot is None:
+        return
+    need = {"V": "SV", "P": "P"}.get(made.collective.src.kind, "")
+    meant = [axis for axis, have in own.items() if have.kind in need]
+    meant += [axis for each in peers for axis, have in each.items() if have.kind in "SV"]
+    for axis in dict.fromkeys(meant):
+        yield from _over(made.spot, made.collective, axis)
 
 
 def along_its_dims(interpreter: "Interpreter", x: Tensor, own: State, spec: P) -> Iterator[Repair]:
@@ -211,14 +202,10 @@ def _last_collective(storage_type: StorageType) -> Equation | None:
     return None
 
 
-def _over_of(made: Equation | None, axis: str, other: str) -> Iterator[Repair]:
-    if made is not None and made.spot is not None and made.collective is not None:
-        yield from _over(made.spot, made.collective, axis, other)
-
-
-def _over(spot: Spot, collective: Collective, axis: str, other: str) -> Iterator[Repair]:
+def _over(spot: Spot, collective: Collective, other: str) -> Iterator[Repair]:
     """Yields a collective over another axis than the one it has now, if that is its only one."""
-    if collective.name in _WRITTEN and collective.axes == (axis,) and other != axis:
+    axis, *more = collective.axes
+    if collective.name in _WRITTEN and not more and other != axis:
         text = f"{other!r} in place of {axis!r} in {spot}"
         changed = replace(collective, axes=(other,))
         yield Repair(text, collectives={spot: changed}, keeps_op=True)
@@ -234,6 +221,9 @@ def _instead(spot: Spot, own: Collective, other: Collective) -> Repair:
 def _taking(have: AxisType, dst: AxisType, old: Collective) -> Iterator[Collective]:
     """Yields the collectives that take an operand of one type to another."""
     kind, dim, axes, is_equal = have.kind, have.dim, old.axes, dst in (I, R)
+    if kind == "S" and dst == V and old.name == "all_to_all":
+        splits = [split for split in (old.concat_dim, old.dim) if split != dim]
+        yield from (replace(old, dim=split, concat_dim=dim or 0) for split in splits)
     if kind in "PV" and is_equal:
         yield Collective("all_reduce", Partial, dst, axes)
     if kind == "P" and dst == V:
@@ -329,9 +319,9 @@ def at_call(
     found.sort(key=itemgetter(0))
     operands = [x for _, x in tensors]
     states = [own for own, _ in known]
-    first = [*reductions(interpreter, operands), *mixed_groups(interpreter, operands, states)]
+    first = list(reductions(interpreter, operands))
     for x, each in zip(operands, states, strict=True):
-        first += gathered_over_others(interpreter, x, each)
+        first += moved_over_others(interpreter, x, each, states)
     propose(error, [*first, *map(itemgetter(1), found)])
     blame_inputs(interpreter, error, [x for _, x in given])
     for at, x in given:
@@ -350,8 +340,13 @@ def _named(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
     return list(zip(names, tensors, strict=True))
 
 
-def note_operands(interpreter: "Interpreter", error: Exception, args: Any, kwargs: Any) -> None:
-    """Adds to an error of torch the user's line, and the shapes of operands that are shards."""
+def note_operands(
+    interpreter: "Interpreter", error: Exception, func: Any, args: Any, kwargs: Any
+) -> None:
+    """Adds to an error of torch the user's line, and the shapes of operands that are shards.
+
+    Where a view counts what does not divide over the ranks, as heads, that comes first.
+    """
     site, _ = interpreter.site()
     if isinstance(error, ShardMapError) or site is None or hasattr(error, "__notes__"):
         return
@@ -361,7 +356,39 @@ def note_operands(interpreter: "Interpreter", error: Exception, args: Any, kwarg
         if value is not None:
             origin = value.origin().removesuffix(f" at {site}")
             lines.append(f"  {name}: {show_shape(x.dtype, x.shape)}, from {origin}")
+    if args and getattr(func, "__name__", "") in ("view", "reshape", "unflatten"):
+        x, sizes = args[0], flatten((args[1:], kwargs))[0]
+        if all(type(n) is int for n in (*x.shape, *sizes)):
+            if func.__name__ == "unflatten" and x.ndim:
+                at = sizes.pop(0) % x.ndim
+                sizes = [*x.shape[:at], *sizes, *x.shape[at + 1 :]]
+            lines += _count(interpreter, error, func.__name__, x, sizes)
     error.add_note("\n".join(lines))
+
+
+def _count(
+    interpreter: "Interpreter", error: Exception, name: str, x: Tensor, sizes: Sequence[int]
+) -> Iterator[str]:
+    """Tells first what a view counts that does not divide over ranks; yields advice about it."""
+    sharded = [axis for axis, have in state(interpreter, x)[0].items() if have.kind in "SV"]
+    for axis, (at, own) in product(sharded, enumerate(sizes)):
+        n, front = interpreter.mesh.shape[axis], prod(sizes[:at])
+        count, over = divmod(x.numel() * n, abs(front * prod(sizes[at + 1 :])) or 1)
+        is_meant = own in (-1, count, count // n) and (own == -1 or -1 not in sizes)
+        before = [prod(x.shape[:dim]) for dim in range(x.ndim)]
+        of_rank = [front % k == 0 == x.shape[i] % (front // k or 1) for i, k in enumerate(before)]
+        if is_meant and any(of_rank) and not over and count > 1 and count % n:
+            text = (
+                f"{count} heads, or what else dim {at} counts, do not divide over {axis!r} = {n} "
+                f"ranks: on one device {name} makes {[*sizes[:at], count, *sizes[at + 1 :]]} there "
+            )
+            error.args = (f"{text}({error})",)
+            vars(error)["undivided"] = (
+                f"take a multiple of {n} of them, or leave this layer whole on each rank, without "
+                f"{axis!r} for its weights."
+            )
+            yield f"Fix: {vars(error)['undivided']}"
+            return
 
 
 _ADVISED: Final = (
@@ -387,9 +414,12 @@ def at_collective(
     spot = collective_call()
     if spot is None:
         return
-    found = exchanges(spot, collective, state(interpreter, x)[0])
+    own, types = state(interpreter, x)[0], interpreter.storage_type(x).types
+    # Of axes of one rank too, which are as wrong on more.
+    all_axes = {**{a: plain(t) for a, t in interpreter.by_axis(types).items()}, **own}
+    found = [*_over_others(spot, collective, all_axes), *exchanges(spot, collective, own)]
     if move in EXTREMA:  # of which only the transpose is exchanged
-        found = (each for each in found if each.collectives[spot] is None)
+        found = [each for each in found if each.collectives[spot] is None]
     propose(error, [*reductions(interpreter, [x]), *found])
     blame_inputs(interpreter, error, [x])
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import ops
+from shardmap_torch.checker.rules.lattice import OR_R
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.core.source_location import Site, user_call
 from shardmap_torch.errors import MAX_LINES, TRIED, ShardTypeError
@@ -248,8 +249,12 @@ def with_tried(error: ShardTypeError, repair: Repair | None, is_compared: bool) 
     """Adds to an error the repair that passed, and whether numbers were compared with it."""
     if repair is not None:
         text = str(error)
-        if repair.turned or None in repair.collectives.values():  # what is there may suit no more
-            text = re.sub(r"\nFix: (?!drop|leave|say).*", "", text)
+        if repair.turned or repair.collectives:  # what is there may suit no more
+            kept = "(?!drop|leave|say)" if None in repair.collectives.values() else ""
+            text = re.sub(rf"\nFix: {kept}.*", "", text)
+        code = repair.text.partition(" in place of ")[0]
+        stem = code.rpartition("dst=")[0]
+        text = text.replace(f"{stem}{OR_R}", code) if stem else text  # the type that is right
         lines = [text, f"{TRIED}{repair.text}"]
         lines += ["  with the results and gradients of one device, by numbers"] * is_compared
         error.args = ("\n".join(lines),)

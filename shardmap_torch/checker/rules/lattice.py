@@ -37,9 +37,10 @@ class Reason:
         return f"{self.advice}{more}".format(axis=repr(axis))
 
 
-SUM_FIRST: Final = (
-    "all_reduce(x, {axis}, dst=I), or dst=R if ranks go on with it on their own shards"
-)
+OR_R: Final = "dst=I), or dst=R if ranks go on with it on their own shards"
+"""The end of advice about a sum where both types may be right."""
+
+SUM_FIRST: Final = f"all_reduce(x, {{axis}}, {OR_R}"
 """The sum over an axis of what is pending, in advice."""
 
 MIXED: Final = Reason(

@@ -309,8 +309,10 @@ def _take(size: int, digits: list[Digit], x: ShardedTensor, global_shape: Shape)
             raise UnrelatedError(
                 f"what {blocked!r} shards does not stay together when the "
                 f"{'x'.join(map(str, x.global_shape))} entries on one device are laid out as "
-                f"{'x'.join(map(str, global_shape))}",
-                "keep the sharded dim, or make it the first of those that are split off it.",
+                f"{'x'.join(map(str, global_shape))}"
+                + (f": {size} does not divide over {axis!r} = {base} ranks" if axis else ""),
+                (f"take a multiple of {base} there, as of heads; or " if axis else "")
+                + "keep the sharded dim, or make it the first of those that are split off it.",
             )
     return tuple(digits_taken)
 

@@ -275,6 +275,8 @@ def _propose(
     for position in wrong:
         value, spec = result.leaves[position], result.match.spec(position)
         state, own = proposals.state(interpreter, value)
+        wrongs = {axis: have for axis, have in state.items() if have != spec.types.get(axis, I)}
+        propose(error, proposals.moved_over_others(interpreter, value, wrongs), first=True)
         propose(error, proposals.along_its_dims(interpreter, value, state, spec))
         exits[position] = to_spec(state, own, spec)
         if own is not None and own.sharded_dims != spec.sharded_dims and not own.partial:

@@ -45,6 +45,9 @@ _SHAPES: Final = 24
 NOT_ENOUGH: Final = "Tried, and not enough by itself, as more differs from one device: "
 """The start of a line about advice that was tried, and makes no right program."""
 
+_PLACES: Final = 3
+"""Maximal number of places that a repair changes alike, and of such repairs that are tried."""
+
 _NUMBERS: Final = 3
 """Maximal number of these that are tried by random numbers, where layouts prove nothing."""
 
@@ -117,22 +120,25 @@ class _Search:
 
     def result(self) -> ShardTypeError:
         """Returns the error to show."""
-        is_local, known = self.strictness == "local", list[str]()
+        is_local, again = self.strictness == "local", list[Repair]()
+        known, both = list[str](), list[str]()
         self.numbers = _NUMBERS if is_local or rejection_of(self.error).refuted else 0
         for error, repairs, count in self._proposals():
-            waiting, last = [*repairs], len(known) + count
-            while waiting and len(known) < last:
-                repair = waiting.pop(0)
-                if repair.text in known:
-                    continue
-                known.append(repair.text)
-                found = self.checked(repair)
-                is_equal = self.is_equal(repair, found)
-                if is_equal is not False:
-                    with_tried(error, repair, is_equal is True)
-                    return error
-                if isinstance(found, ShardTypeError):
-                    waiting[:0] = _rescaled(repair, found)
+            for waiting, tried, tries in (([*repairs], known, count), (again, both, _PLACES)):
+                last = len(tried) + tries
+                while waiting and len(tried) < last:
+                    repair = waiting.pop(0)
+                    if repair.text in tried:
+                        continue
+                    tried.append(repair.text)
+                    found = self.checked(repair)
+                    is_equal = self.is_equal(repair, found)
+                    if is_equal is not False:
+                        with_tried(error, repair, is_equal is True)
+                        return error
+                    if isinstance(found, ShardTypeError):
+                        waiting[:0], more = _continued(repair, found)
+                        again += more
         self._note_failed(known)
         return self.error
 
@@ -205,17 +211,26 @@ class _Search:
             return ShardTypeError(f"{call.name}: {problem}")
 
 
-def _rescaled(repair: Repair, failed: ShardTypeError) -> list[Repair]:
-    """Returns a repair after which values are multiples of what they should be, with other ops.
+def _continued(repair: Repair, failed: ShardTypeError) -> tuple[list[Repair], list[Repair]]:
+    """Returns a repair with other ops, and with the same change of another line, as it failed.
 
     A sum of counts that divide, say, is right with op="sum" in place of the mean of the quotients.
     """
-    ops = [each for each in rejection_of(failed).proposals if each.ops]
-    return [
-        replace(repair, text=f"{repair.text}, and {each.text}", ops={**repair.ops, **each.ops})
-        for each in ops
-        if not repair.ops
-    ]
+    inserted, places = {*repair.operands.values()}, {*repair.collectives, *repair.operands}
+    may_repeat, ops, same = repair.keeps_op or repair.operands, list[Repair](), list[Repair]()
+    for each in rejection_of(failed).proposals:
+        at = {*each.collectives, *each.operands}
+        is_alike = each.keeps_op == repair.keeps_op and {*each.operands.values()} == inserted
+        both = replace(
+            repair,
+            text=f"{repair.text}, and {each.text}",
+            ops={**repair.ops, **each.ops},
+            collectives={**repair.collectives, **each.collectives},
+            operands={**repair.operands, **each.operands},
+        )
+        ops += [both] * bool(each.ops and not repair.ops)
+        same += [both] * bool(may_repeat and is_alike and at and places.isdisjoint(at))
+    return ops, same[: len(places) < _PLACES]
 
 
 # ------------------------------------------------------------------------------ specs of inputs

@@ -70,8 +70,10 @@ def applied(repair: Repair) -> Iterator[None]:
         other = repair.collectives.get(collective_call(), operation)
         return x if other is None else issue(scope, other, x)
 
-    def repaired_reduction(scope: Scope, op: str, axes: Any, x: object) -> str:
-        return repair.op_at(collective_call(), op)
+    def repaired_reduction(scope: Scope, op: str, axes: Any, x: object) -> tuple[str, int]:
+        spot = collective_call()
+        other = repair.collectives.get(spot)
+        return repair.op_at(spot, op), scope.backend.mesh.num_ranks(other.axes if other else axes)
 
     def repaired_grad(*args: Any, **kwargs: Any) -> Any:
         if not _AT.is_inside:  # the test's own, or the checker's call of what it has seen

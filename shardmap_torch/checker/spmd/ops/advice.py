@@ -113,14 +113,16 @@ PICKED: Final = (
 """Words for a comparison that tells which ranks have an extremum of all, and advice."""
 
 
-def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int) -> str:
-    """Returns advice for a gather of a dim that the axes do not shard, or not within."""
+def gather_advice(x: ShardedTensor, axes: Sequence[str], dim: int, split: int | None) -> str:
+    """Returns advice for a gather, or an exchange, of a dim that the axes do not shard within."""
     shards = {axis: x.sharded_by(axis) for axis in axes}
     other = next((at for at in shards.values() if at != dim), dim)
     if other is None:
         return "leave it out over axes that shard no dim, over which all ranks have the same."
     if other != dim:
-        return f"{min(shards)!r} shards dim {other}: gather with dim={other}."
+        say, split = f"gather with dim={other}", dim if split == other else split
+        say = say if split is None else f"say split_dim={split}, concat_dim={other}"
+        return f"{min(shards)!r} shards dim {other}: {say}."
     return (
         "gather the axes that shard the dim at once, in the order of its spec, or one by one, the "
         "last one first."

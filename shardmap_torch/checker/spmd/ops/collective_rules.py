@@ -184,7 +184,7 @@ def exchanged(dim: Dim, axes: Sequence[str], sizes: Sizes) -> Dim | None:
 
 def _joined(move: Move, dim: int) -> tuple[Dim, ...]:
     """Returns the dims after one has been gathered over the axes."""
-    x = move.x
+    x, split = move.x, move.collective.dim if move.collective.name == "all_to_all" else None
     there = x.global_shape[dim]
     if x.dims[dim] == ANY and x.local[dim] * prod(move.sizes[each] for each in move.axes) == there:
         return (*x.dims[:dim], unsharded(there), *x.dims[dim + 1 :])  # of equal entries
@@ -193,7 +193,7 @@ def _joined(move: Move, dim: int) -> tuple[Dim, ...]:
         over = ", ".join(map(repr, move.axes))
         raise UnrelatedError(
             f"it puts dim {dim} together over {over}, and that dim is {in_words(x.dims[dim])}",
-            gather_advice(x, move.axes, dim),
+            gather_advice(x, move.axes, dim, split),
         )
     return (*x.dims[:dim], found, *x.dims[dim + 1 :])
 

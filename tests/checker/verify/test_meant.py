@@ -1,0 +1,184 @@
+"""Repairs that say what was meant in place of a wrong axis, dim, type or size: whole texts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardmap_torch import (
+    I,
+    P,
+    R,
+    ShardTypeError,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    check_program,
+    make_mesh,
+    reduce_scatter,
+    shard_map,
+)
+from tests.checker.support import repair_trials
+from tests.support.golden import hold
+
+pytestmark = pytest.mark.usefixtures("repairs")
+
+PARTS: Final = P("dp"), P(None, "tp"), P("tp")
+DENSE: Final = (8, 4), (4, 8), (8, 4)
+SEQUENCES: Final = ((2, 8, 4, 4),) * 3
+
+
+def hidden(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).tanh()
+
+
+def adds_rows_over_dp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    z = all_reduce(hidden(x, w) @ v, "dp", dst=I)
+    return all_reduce(torch.relu(z).sum(), "dp", dst=I)
+
+
+def averages_over_tp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    z = all_reduce(hidden(x, w) @ v, "tp", dst=I)
+    return all_reduce(z.square().mean(), "tp", op="mean", dst=I)
+
+
+def takes_each_axis_for_the_other(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    z = all_reduce(hidden(x, w) @ v, "dp", dst=I)
+    return all_reduce(z.square().mean(), "tp", op="mean", dst=I)
+
+
+def gathers_columns_over_dp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return all_gather(hidden(x, w), "dp", dim=1, dst=R)
+
+
+def scatters_over_dp(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return reduce_scatter(hidden(x, w) @ v, "dp", dim=1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def gives_heads_back_as_it_took_them(*parts: Tensor) -> Tensor:
+    q, k, v = (all_to_all(part, "tp", split_dim=2, concat_dim=1) for part in parts)
+    return all_to_all(attention(q, k, v), "tp", split_dim=2, concat_dim=1)
+
+
+def takes_heads_as_it_gives_them_back(*parts: Tensor) -> Tensor:
+    q, k, v = (all_to_all(part, "tp", split_dim=1, concat_dim=2) for part in parts)
+    return all_to_all(attention(q, k, v), "tp", split_dim=1, concat_dim=2)
+
+
+def adds_an_invariant_to_what_ranks_use(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x + all_reduce(hidden(x, w) @ v, "tp", dst=I)
+
+
+def does_so_twice(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    x = x + all_reduce(hidden(x, w) @ v, "tp", dst=I)
+    return x + all_reduce(hidden(x, w).sin() @ v, "tp", dst=I)
+
+
+Body = Callable[..., Tensor]
+_SEQUENCE: Final = P(None, "tp")
+Case = tuple[Body, tuple[int, int], Sequence[P], Any, Any]
+CASES: Final[dict[str, Case]] = {
+    "a sum over one rank": (adds_rows_over_dp, (1, 2), PARTS, P(), DENSE),
+    "a sum over rows": (adds_rows_over_dp, (2, 1), PARTS, P(), DENSE),
+    "a mean over columns": (averages_over_tp, (1, 2), PARTS, P(), DENSE),
+    "a mean of one rank": (averages_over_tp, (2, 1), PARTS, P(), DENSE),
+    "axes exchanged": (takes_each_axis_for_the_other, (1, 2), PARTS, P(), DENSE),
+    "axes of two ranks exchanged": (takes_each_axis_for_the_other, (2, 2), PARTS, P(), DENSE),
+    "a gather of one rank": (gathers_columns_over_dp, (1, 2), PARTS, P("dp"), DENSE),
+    "a gather over rows": (gathers_columns_over_dp, (2, 1), PARTS, P("dp"), DENSE),
+    "a scatter over one rank": (scatters_over_dp, (1, 2), PARTS, P("dp", "tp"), DENSE),
+    "heads given back": (
+        gives_heads_back_as_it_took_them,
+        (1, 2),
+        (_SEQUENCE,) * 3,
+        _SEQUENCE,
+        SEQUENCES,
+    ),
+    "heads taken": (
+        takes_heads_as_it_gives_them_back,
+        (1, 2),
+        (_SEQUENCE,) * 3,
+        _SEQUENCE,
+        SEQUENCES,
+    ),
+    "a residual": (adds_an_invariant_to_what_ranks_use, (1, 2), PARTS, P("dp"), DENSE),
+    "two residuals": (does_so_twice, (1, 2), PARTS, P("dp"), DENSE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_meant_is_named_and_right(name: str) -> None:
+    body, sizes, specs, out, shapes = CASES[name]
+    mesh = make_mesh(sizes, ("dp", "tp"), kind="simulated")
+    mapped = shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=out, check="global")
+    random = torch.Generator().manual_seed(0)
+    args = [torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
+    args = [x.requires_grad_() for x in args]
+    (found,) = repair_trials.rejections_of(lambda: check_program(mapped, *args))
+    hold("meant.txt", name, str(found.error))
+    assert "\nTried, and accepted also by check='global': " in str(found.error)
+    assert repair_trials.fate_of(found, repair_of(found.error)) == repair_trials.RIGHT
+
+
+def repair_of(error: Any) -> Any:
+    return error.rejection.tried
+
+
+def by_its_number(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], 3 // 2, 8)
+
+
+def by_what_is_left(x: Tensor) -> Tensor:
+    parts: Tensor = x.unflatten(-1, (-1, 8))
+    return parts
+
+
+def by_that_of_one_device(x: Tensor) -> Tensor:
+    return x.reshape(*x.shape[:2], 3, 8)
+
+
+def by_its_size(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], 3, -1)
+
+
+HEADS: Final[dict[str, tuple[Callable[[Tensor], Tensor], Any]]] = {
+    "heads by number": (by_its_number, "global"),
+    "heads that are left": (by_what_is_left, True),
+    "heads of one device": (by_that_of_one_device, "global"),
+    "heads by size": (by_its_size, "global"),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_that_do_not_divide_are_counted(name: str) -> None:
+    split, check = HEADS[name]
+
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return split(x @ w).softmax(-1).flatten(2)
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    specs = P(), P(None, "tp")
+    out = P(None, None, "tp")
+    mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check=check)
+    with pytest.raises((RuntimeError, ShardTypeError)) as error:
+        mapped(torch.randn(2, 4, 24), torch.randn(24, 24))
+    notes = getattr(error.value, "__notes__", [])
+    hold("meant.txt", name, "\n".join([str(error.value), *notes]))
+
+
+def test_other_views_that_fail_count_no_heads() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).view(8, 4, -1)  # the rows of one device
+
+    mesh = make_mesh((2,), ("dp",), kind="simulated")
+    mapped = shard_map(body, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P("dp"))
+    with pytest.raises(RuntimeError, match=r"^shape '\[8, 4, -1\]' is invalid for input of size 4"):
+        mapped(torch.ones(8, 4), torch.ones(4, 10))
