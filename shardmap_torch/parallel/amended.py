@@ -194,7 +194,9 @@ class _Near:
     def _styled(self, key: str, path: str) -> Iterator[Changes]:
         own, kind = self._styles.get(key), kind_of(self._modules[path])
         if kind == LINEAR and _PARTS & {*self._place.words}:
-            yield from ({key: PackedColwiseParallel(parts=parts)} for parts in (3, 2))
+            packed = [{key: PackedColwiseParallel(parts=parts)} for parts in (3, 2)]
+            yield from packed
+            yield from ({**each, **packed[0]} for each in self._divided())
         near = [at for at, other in self._paths.items() if _are_alike(path, other, self._modules)]
         styles = [self._styles[at] for at in near if own is None and at in self._styles]
         for text, style in {_text(x): x for x in (*styles, *_WORDS[kind == EMBEDDING])}.items():

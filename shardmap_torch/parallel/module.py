@@ -603,7 +603,7 @@ _IN_MODULES: Final[Mapping[str, str]] = {
     r"multiply sizes by axis_size\(axis\)\.": "sizes in a forward are those of this rank's rows or "
     "shards, so write .mean(), which is that of all, in place of .sum() / size.",
     r"; matrices packed in one weight by [^;]*x\.unbind\(-1\)": "; or give a weight that packs "
-    "matrices, as q, k and v, the style PackedColwiseParallel(parts=3)",
+    "matrices, as q, k and v, the style PackedColwiseParallel(parts=3), and chunk(3)",
     r", each after its all_reduce": ", which are those of all ranks; and of "
     "F.cross_entropy(x[mask], y[mask]) write F.cross_entropy(x, y.masked_fill(~mask, -100))",
     r"(\b(?:var|std)\w* is not what (?:.|\n)*Fix: )gather dim \d+ over '\w+' first, or wrap "

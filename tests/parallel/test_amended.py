@@ -14,7 +14,6 @@ import shardmap_torch
 from shardmap_torch import (
     ColwiseParallel,
     LocalAttributes,
-    PackedColwiseParallel,
     RowwiseParallel,
     ShardMapError,
     full,
@@ -131,14 +130,15 @@ def test_processes_print_what_a_simulated_mesh_does(gloo: Gloo) -> None:
 
 
 class Packed(nn.Module):
-    def __init__(self, parts: int) -> None:
+    def __init__(self, parts: int, width: int) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.width = parts, width
         self.up, self.down = nn.Linear(8, 16 * parts), nn.Linear(16, 8)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *others = self.up(x).chunk(self.parts, dim=-1)
+        y = self.up(x)
+        first, *others = y.split(self.width, -1) if self.width else y.chunk(self.parts, dim=-1)
         for other in others:
             first = first * torch.sigmoid(other)
         out: Tensor = self.down(first)
@@ -147,17 +147,23 @@ class Packed(nn.Module):
 
 @pytest.mark.usefixtures("repairs")
 @pytest.mark.parametrize(
-    ("parts", "style"), [(2, "'packed_colwise'"), (3, "PackedColwiseParallel(parts=3)")]
+    ("parts", "width", "told"),
+    [
+        (2, 0, "{'up': 'packed_colwise'}"),
+        (3, 0, "{'up': PackedColwiseParallel(parts=3)}"),
+        (3, 16, "{'': LocalAttributes('width'), 'up': PackedColwiseParallel(parts=3)}"),
+    ],
 )
-def test_matrices_packed_in_one_weight_are_told_their_style(parts: int, style: str) -> None:
+def test_matrices_packed_in_one_weight_are_told_their_style(
+    parts: int, width: int, told: str
+) -> None:
     mesh, x = make_mesh((2,), ("tp",), kind="simulated"), torch.randn(4, 8).double()
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    one = Packed(parts)
+    one = Packed(parts, width)
     with pytest.raises(ShardMapError) as caught:
         parallelize(copy.deepcopy(one), mesh, plan)(x)
-    told = f"{{'up': {style}}}"
     assert f"{caught.value}".endswith(f"check='global': {told} in the plan")
-    plan |= eval(told, {"PackedColwiseParallel": PackedColwiseParallel})
+    plan |= eval(told, vars(shardmap_torch.parallel))
     torch.testing.assert_close(parallelize(copy.deepcopy(one), mesh, plan)(x), one(x))
 
 
