@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from shardmap_torch import Mesh
@@ -17,6 +17,7 @@ from tests.support.pool import Gloo
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "dtensor_rules.md"
 CLASSES: Final = torch.tensor([0, -100, 1, 1])
+FLIPPED: Final = torch.tensor([[1, 0]] * 4)
 
 
 def gradient(f: Callable[[Any], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -44,9 +45,26 @@ def _loss(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
     return loss(x, x.detach() * 2)
 
 
-def _like(target: Tensor, x: Any) -> Tensor:
+def _like(target: Tensor, x: Any, *placements: Any) -> Tensor:
     is_shared = isinstance(x, DTensor)
-    return distribute_tensor(target, x.device_mesh, x.placements) if is_shared else target
+    return (
+        distribute_tensor(target, x.device_mesh, placements or x.placements)
+        if is_shared
+        else target
+    )
+
+
+def _convolved(x: Tensor) -> Tensor:
+    """Convolves along the sharded dim."""
+    return functional.conv1d(
+        x.T[None], _like(torch.ones(2, 2, 3).double(), x, Replicate()), padding=1
+    )
+
+
+def _scattered(x: Tensor) -> Tensor:
+    """Scatters into the rows of a tensor that has more of them."""
+    rows, columns = _like(torch.arange(16.0).double().reshape(8, 2), x), _like(FLIPPED, x)
+    return (torch.zeros_like(rows).scatter_add(1, columns, x) * rows).sum()
 
 
 LOSSES: Final = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")
@@ -61,6 +79,16 @@ RULES: Final[dict[str, Callable[[Tensor], Any]]] = {
     "amin": gradient(lambda x: x.amin()),
     "norm(inf)": gradient(lambda x: x.norm(torch.inf)),
     "norm(-inf)": gradient(lambda x: x.norm(-torch.inf)),
+    "mse_loss, 3 rows on 2 ranks": lambda x: functional.mse_loss(
+        *(_like(torch.tensor(rows).double(), x) for rows in ([1.0, 1, 2], [0.0, 0, 0]))
+    ),
+    "conv1d": _convolved,
+    "cosine_embedding_loss": lambda x: functional.cosine_embedding_loss(
+        x.T, x.T, _like(torch.ones(2), x, Replicate())
+    ),
+    "fill_": lambda x: torch.empty_like(x.sum(0)).fill_(1.0),
+    "gather": lambda x: _like(torch.arange(16.0).reshape(8, 2), x).gather(1, _like(FLIPPED, x)),
+    "scatter_add": gradient(_scattered),
     "any": lambda x: (x > -9).any() * 1.0,
     "item": lambda x: torch.tensor(x.sum().item()),
     "x[0].zero_()": written(lambda x: x[0].zero_()),
@@ -76,7 +104,8 @@ def are_wrong(mesh: Mesh) -> None:
         assert mesh.device_mesh is not None
         found = rule(distribute_tensor(x, mesh.device_mesh, [Shard(0)]))
         whole = found.full_tensor() if isinstance(found, DTensor) else found
-        mended = torch.allclose(whole, rule(x).to(whole.dtype))
+        right = rule(x).to(whole.dtype)
+        mended = whole.shape == right.shape and torch.allclose(whole, right)
         # On all ranks: what one of them gives may be right by chance.
         flag = torch.tensor(float(mended))
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN)
