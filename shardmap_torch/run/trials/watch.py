@@ -15,7 +15,7 @@ from shardmap_torch.core.source_location import Site
 from shardmap_torch.core.torch_private.engine import OpOverload
 from shardmap_torch.record.evaluation import Computer, Ranks
 from shardmap_torch.record.program import Step
-from shardmap_torch.run.trials import operators
+from shardmap_torch.run.trials import operators, shapes
 from shardmap_torch.run.trials.draws import Draw, widened
 from shardmap_torch.run.trials.noise import Noise
 from shardmap_torch.run.trials.operators import Bounds
@@ -72,7 +72,10 @@ class Unwatched(Computer):
     def call(self, step: Step, arguments: dict[str, Any], rank: int) -> Any:
         """Computes an operator on one rank; integers are rounded as in the dtype of the call."""
         op = _operator(step)
-        run = operators.WIDE.get(operators.name_of(op), op)
+        name = operators.name_of(op)
+        if name in shapes.CONTRACTS:
+            shapes.compare(name, arguments)
+        run = operators.WIDE.get(name, op)
         out = run(**{name: _rounded(value, step) for name, value in arguments.items()})
         return out if signature_of(op).writes else _widened_result(out)
 
