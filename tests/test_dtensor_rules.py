@@ -17,6 +17,7 @@ from tests.support.pool import Gloo
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "dtensor_rules.md"
 CLASSES: Final = torch.tensor([0, -100, 1, 1])
+UNEVEN: Final = torch.tensor([1.0, 1, 2])
 FLIPPED: Final = torch.tensor([[1, 0]] * 4)
 
 
@@ -80,7 +81,7 @@ RULES: Final[dict[str, Callable[[Tensor], Any]]] = {
     "norm(inf)": gradient(lambda x: x.norm(torch.inf)),
     "norm(-inf)": gradient(lambda x: x.norm(-torch.inf)),
     "mse_loss, 3 rows on 2 ranks": lambda x: functional.mse_loss(
-        *(_like(torch.tensor(rows).double(), x) for rows in ([1.0, 1, 2], [0.0, 0, 0]))
+        _like(UNEVEN, x), _like(UNEVEN * 0, x)
     ),
     "conv1d": _convolved,
     "cosine_embedding_loss": lambda x: functional.cosine_embedding_loss(

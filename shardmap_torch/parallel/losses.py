@@ -24,7 +24,7 @@ from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.losses import count_of, options_of
 from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.nn import batch_norm
-from shardmap_torch.ops import all_reduce, convert
+from shardmap_torch.ops import all_reduce, axis_size, convert
 from shardmap_torch.ops.body import types_of
 from shardmap_torch.parallel.crossing import Known, UnknownError
 from shardmap_torch.types import I, K, R, V
@@ -180,7 +180,15 @@ def _of_batch(func: Any, options: Mapping[str, Any], axes: tuple[str, ...]) -> A
     if count is None:
         return all_reduce(func(**options), axes, dst=I, op="mean")
     total = func(**{**options, "reduction": "sum"})
-    return all_reduce(total, axes, dst=I) / all_reduce(count, axes, dst=I)
+    return all_reduce(total, axes, dst=I) / _summed(count, axes)
+
+
+def _summed(count: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """Sums a count; targets that are constants give each rank the same one."""
+    own = tuple(axis for axis in axes if not _differs(count, axis))
+    others = tuple(axis for axis in axes if axis not in own)
+    count = all_reduce(count, others, dst=I) if others else count
+    return count * axis_size(own) if own else count
 
 
 def _is_whole(x: Any) -> bool:

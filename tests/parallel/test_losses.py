@@ -31,6 +31,8 @@ from tests.support.golden import hold
 from tests.support.pool import Gloo
 
 MESH = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
+mse, entropy = functional.mse_loss, functional.cross_entropy
+absolute: Any = functional.l1_loss
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
@@ -82,6 +84,17 @@ CASES: list[tuple[Any, Tensor, dict[str, Any]]] = [
     (lambda y, t: functional.triplet_margin_with_distance_loss(t, y, t.sin()), NUMBERS, {}),
     (lambda y, t: functional.cosine_embedding_loss(t, y, t[:, 0].sign(), 0.1), NUMBERS, {}),
 ]
+CONSTANTS: list[Any] = [  # targets and weights that have no rows of their own
+    lambda y, t: entropy(y, torch.zeros_like(t[:, 0], dtype=torch.long)),
+    lambda y, t: entropy(y, torch.zeros(len(y), dtype=torch.long), reduction="sum"),
+    lambda y, t: entropy(y, torch.full((y.shape[0],), 3)) + mse(y, t),
+    lambda y, t: absolute(y, t, weight=torch.full_like(t, 0.5)),
+]
+
+
+@pytest.mark.parametrize("loss", CONSTANTS)
+def test_a_loss_of_constant_targets_is_that_of_the_batch(loss: Any) -> None:
+    test_a_loss_and_its_gradients_are_those_of_the_batch(loss, NUMBERS, {})
 
 
 @pytest.mark.sample(7)
@@ -136,7 +149,6 @@ class ByHand(nn.Module):
         return self.result(self, self.down(self.up(x).tanh()), y, classes, weights)
 
 
-mse, entropy = functional.mse_loss, functional.cross_entropy
 WEIGHTS = random((8,), 9).abs()
 LABELS = torch.tensor([0, 5, 1, 1, 4, 2, 3, 3])
 

@@ -31,7 +31,7 @@ CONTRACTS: Final[Mapping[str, str]] = {
     "grid_sampler_2d_backward": "grad_output nc*, input nc*, grid n*",
     "grid_sampler_3d_backward": "grad_output nc*, input nc*, grid n*",
 }
-"""The dims of operands, a letter each; a capital one may be 1, `*` is any dims and `=` all of them."""
+"""The dims of operands by letters; a capital one may be 1, `*` is any dims, `=` all of them."""
 
 
 def compare(name: str, arguments: Mapping[str, Any]) -> None:
