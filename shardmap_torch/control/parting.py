@@ -28,7 +28,10 @@ _SAME: Final = (
 def fix_of(steps: Sequence[Step]) -> str:
     """Says what to do about the last of one rank's steps, which another rank leaves out."""
     *before, last = [step.lines for step in steps]
-    return _SAME if last in before else _ALONE
+    # A function that ranks have in common is told by the line that calls it.
+    known = next((n for n in range(len(last), 1, -1) if last[:n] in [b[:n] for b in before]), 0)
+    called = f"  called at {last[known]}\n" if 1 < known < len(last) else ""
+    return _SAME if last in before else f"{called}{_ALONE}"
 
 
 @dataclass(frozen=True)

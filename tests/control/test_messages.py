@@ -4,6 +4,7 @@ import pytest
 
 from shardmap_torch.control.board import Report, Step
 from shardmap_torch.control.messages import difference, fix_of_torchs
+from shardmap_torch.control.parting import fix_of
 
 ROWS = " A batch has as many rows on every process: drop the last one of a loader "
 ROWS += "(drop_last=True), or pad it."
@@ -95,3 +96,11 @@ def test_lines_of_ranks_that_differ_come_in_place_of_values_that_differ() -> Non
     assert "hash" not in text
     assert f"rank 0: device_put at train.py:2: place, called at {evaluate}" in text
     assert "with nothing of it under `if mesh.rank == 0:`" in text.splitlines()[-1]
+
+
+def test_a_rank_that_waits_in_a_function_of_all_is_told_who_calls_it() -> None:
+    calls = [("train.py:4: run(x)",), ("train.py:5: run(held_out)",)]
+    steps = [Step(at, "loss", "train.py:2: loss(x)", each) for at, each in enumerate(calls)]
+    assert fix_of(steps).startswith("  called at train.py:5: run(held_out)\nFix: all ranks must")
+    assert fix_of(steps[1:]).startswith("Fix: all ranks must come to it")
+    assert "as many turns of a loop" in fix_of([*steps, steps[0]])
