@@ -53,7 +53,7 @@ from shardmap_torch.lax import slicing
 from tests.support.bad_calls import library_call, method_call
 from tests.support.bad_input import Draw, any_call, internal_errors, limited
 from tests.support.fuzzing import sized
-from tests.support.golden import unplaced
+from tests.support.golden import told, unplaced
 
 NUM_SEEDS = sized(150, 5_000)
 FIRST = int(os.environ.get("SHARDMAP_FUZZ_SEED", "0"))
@@ -165,9 +165,9 @@ def test_tiled_is_true_or_false() -> None:
         in_specs=P("a"),
         out_specs=P(),
     )
-    with pytest.raises(CollectiveError) as told:
+    with pytest.raises(CollectiveError) as caught:
         mapped(torch.ones(4))
-    assert unplaced(told.value) == "all_gather: tiled=[1] is neither True nor False."
+    assert unplaced(caught.value) == "all_gather: tiled=[1] is neither True nor False."
 
 
 @pytest.mark.parametrize("dtype", [torch.uint64, torch.float8_e5m2])
@@ -175,12 +175,8 @@ def test_a_dtype_that_torch_cannot_add_is_an_error_and_no_hang(dtype: torch.dtyp
     mapped = shard_map(
         lambda x: all_reduce(x, "a", dst=I), mesh=GRID, in_specs=P("a"), out_specs=P()
     )
-    name = str(dtype).removeprefix("torch.")
-    with pytest.raises(CollectiveError) as told:
+    with told(CollectiveError):
         mapped(torch.ones(4).to(dtype))
-    assert unplaced(told.value) == (
-        f"all_reduce('a', Partial -> I): torch cannot reduce {name} on cpu; convert the operand."
-    )
 
 
 X = torch.ones(2, 2)
@@ -253,9 +249,9 @@ WRONG: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
 def test_junk_for_a_library_function_is_named(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], text: str
 ) -> None:
-    with pytest.raises(ShardMapError) as told:
+    with pytest.raises(ShardMapError) as caught:
         function(*args, **kwargs)
-    assert str(told.value).endswith(text)
+    assert str(caught.value).endswith(text)
 
 
 EXPLAINED: list[tuple[Callable[[], Any], str]] = [
@@ -277,10 +273,10 @@ EXPLAINED: list[tuple[Callable[[], Any], str]] = [
 def test_an_error_from_within_a_library_function_names_its_arguments(
     call: Callable[[], Any], text: str
 ) -> None:
-    with pytest.raises(ShardMapError) as told:
+    with pytest.raises(ShardMapError) as caught:
         call()
-    assert text in str(told.value)
-    assert told.value.__cause__ is not None
+    assert text in str(caught.value)
+    assert caught.value.__cause__ is not None
 
 
 def test_errors_of_the_users_and_of_ours_go_through_library_functions_unchanged(

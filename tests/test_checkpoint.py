@@ -32,6 +32,7 @@ from shardmap_torch import (
     value_and_grad,
 )
 from shardmap_torch.mesh import Mesh
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 # torch compiles its forward-mode decompositions when the first one is used.
@@ -446,13 +447,8 @@ def test_autocast_is_that_of_the_first_run() -> None:
 def test_a_hidden_tensor_that_needs_a_gradient_is_rejected_in_backward() -> None:
     layer = torch.nn.Linear(2, 3)
     y = checkpoint(layer, torch.ones(2, requires_grad=True))
-    with pytest.raises(TransformError) as error:
+    with told(TransformError):
         y.sum().backward()
-    assert str(error.value) == (
-        "checkpoint: Linear uses tensors that need a gradient and are not its arguments; pass them "
-        "(those of a module by torch.func.functional_call):\n"
-        "  a tensor of shape [3, 2]\n  a tensor of shape [3]"
-    )
 
 
 def test_a_function_that_computes_something_else_the_second_time_is_rejected() -> None:
@@ -463,12 +459,8 @@ def test_a_function_that_computes_something_else_the_second_time_is_rejected() -
         return [x * 2] * len(calls)
 
     (y,) = checkpoint(changing, torch.ones(2, requires_grad=True))
-    with pytest.raises(TransformError) as error:
+    with told(TransformError):
         y.sum().backward()
-    assert str(error.value) == (
-        "checkpoint: changing returned 1 tensors at first and 2 when it was run again; it must "
-        "compute the same."
-    )
 
 
 # ----------------------------------------------------------------------------- closed over
@@ -622,12 +614,8 @@ def test_saved_results_of_other_shapes_are_rejected() -> None:
         runs.append(1)
         return x[: 5 - len(runs)] @ w
 
-    with pytest.raises(TransformError) as error:
+    with told(TransformError):
         squares(save_results(changing, {MM: 1}))(*matrices(2)).backward()
-    assert str(error.value) == (
-        "checkpoint: call 0 of aten.mm.default had operands of shapes [[4, 4], [4, 4]] at first "
-        "and [[3, 4], [4, 4]] when the function was run again; it must compute the same."
-    )
 
 
 def layers_that_save(check: Any, **kind: Any) -> None:

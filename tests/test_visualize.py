@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardmap_torch import Mesh, P, SpecError, device_put, make_mesh, use_mesh, visualize_sharding
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 MESH = make_mesh((2, 4), ("dp", "tp"), kind="simulated")
@@ -117,28 +118,18 @@ def test_pieces_that_touch_have_different_colors() -> None:
 
 
 def test_a_shape_without_spec_is_rejected() -> None:
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         visualize_sharding((4,), mesh=MESH)
-    assert str(error.value) == (
-        "visualize_sharding: only a DTensor knows how it is sharded; pass spec=P(...)."
-    )
 
 
 def test_a_spec_that_does_not_fit_is_rejected_with_the_arithmetic() -> None:
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         visualize_sharding((6,), mesh=MESH, spec=P("tp"))
-    assert str(error.value) == (
-        "visualize_sharding: (6,) does not match its spec: dim 0 has size 6, which does not divide "
-        "over 'tp' = 4 ranks (6 = 1*4 + 2)"
-    )
 
 
 def test_an_unknown_axis_is_rejected() -> None:
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         visualize_sharding((6,), mesh=MESH, spec=P("pp"))
-    assert str(error.value) == (
-        "visualize_sharding: P('pp') names 'pp', but the axes are ('dp', 'tp')."
-    )
 
 
 def test_what_is_no_console_is_refused() -> None:
@@ -150,12 +141,8 @@ def test_what_is_no_console_is_refused() -> None:
 
 def test_three_cuts_are_rejected() -> None:
     mesh = make_mesh((2, 2, 2), ("x", "y", "z"), kind="simulated")
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         visualize_sharding((2, 2, 2), mesh=mesh, spec=P("x", "y", "z"))
-    assert str(error.value) == (
-        "visualize_sharding: P('x', 'y', 'z') shards dims [0, 1, 2]; a table shows two. "
-        "Show x[0], or another slice, with one sharded dim less."
-    )
 
 
 def show_dtensors() -> list[list[list[str]]]:

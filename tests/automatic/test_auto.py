@@ -28,6 +28,7 @@ from shardmap_torch import (
 from shardmap_torch.automatic.recording import bytes_sent, shown
 from tests.programs.support.everywhere import claimed, run_on
 from tests.programs.support.harness import random
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 MESH, AXES = (2, 2), ("dp", "tp")
@@ -190,12 +191,8 @@ def test_keyword_and_marked_arguments_are_static() -> None:
 def test_results_that_the_specs_do_not_match_are_named() -> None:
     mesh = make_mesh((2, 2), AXES, kind="simulated")
     f = auto(torch.neg, in_specs=(P("dp"),), out_specs=P(None, "tp"), mesh=mesh)
-    with pytest.raises(SpecError) as caught:
+    with told(SpecError):
         f(torch.ones(8))
-    assert str(caught.value) == (
-        "neg: the result does not match out_specs:\n"
-        "  neg: P(None, 'tp') has 2 entries, but the value has 1 dim"
-    )
 
 
 test_on_every_mesh_of_two_axes = claimed(

@@ -22,6 +22,7 @@ from shardmap_torch import (
 from tests.programs.support.everywhere import ON_EVERY_MESH, SIMULATED, claimed, run_on, same
 from tests.programs.support.everywhere import unchecked as shard_map
 from tests.programs.support.harness import random
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 MESH = make_mesh((2, 2), ("dp", "tp"), kind="simulated")
@@ -126,13 +127,8 @@ def test_a_spec_without_its_argument_is_named() -> None:
     def two(x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
-    with pytest.raises(SpecError) as named:
+    with told(SpecError):
         shard_map(two, mesh=MESH, in_specs=(P(), P(), P()), out_specs=P())(X)
-    assert str(named.value) == (
-        f"two: {DO_NOT_FIT}\n"
-        "  y: has a spec, but was not passed\n"
-        "  in_specs: has 1 spec more than there are arguments"
-    )
 
 
 def test_inputs_that_can_receive_a_gradient_must_name_every_axis() -> None:
@@ -225,15 +221,8 @@ def test_a_result_that_varies_where_its_spec_promises_one_value_is_an_error() ->
     def vary(x: Tensor) -> tuple[Tensor, Tensor]:
         return x + 1, x + axis_index("tp")
 
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         shard_map(vary, mesh=mesh, in_specs=P("dp"), out_specs=(P(), P("dp")))(X)
-    assert str(caught.value) == (
-        "vary: the result does not match out_specs:\n"
-        "  out[0]: P() promises one value on all ranks of 'dp', but the result varies over it; "
-        "reduce or gather it over 'dp', or name 'dp' in the spec\n"
-        "  out[1]: P('dp') promises one value on all ranks of 'tp', but the result varies over it; "
-        "reduce or gather it over 'tp', or name 'tp' in the spec"
-    )
 
 
 # ----------------------------------------------------------------------------- what does fit

@@ -25,7 +25,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.types import K
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on, same
-from tests.support.golden import unplaced
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 MESH = make_mesh((2,), ("tp",), kind="simulated")
@@ -63,11 +63,8 @@ def test_typeof_outside_of_what_is_checked_says_so() -> None:
     f = shard_map(
         lambda x: (typeof(x), x)[1], mesh=MESH, in_specs=P("tp"), out_specs=P("tp"), check=False
     )
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         f(torch.ones(2))
-    assert str(caught.value) == (
-        "typeof was called in a body that is not checked, and values have types in checked ones."
-    )
 
 
 def test_typeof_that_differs_between_paths_is_refused() -> None:
@@ -109,13 +106,10 @@ def test_one_type_is_asserted_along_all_bound_axes() -> None:
         shard_map(lambda x: assert_type(body(x), V), mesh=GRID, **specs)(
             torch.ones(4, requires_grad=True)
         )
-    with pytest.raises(CollectiveError) as caught:
+    with told(CollectiveError):
         shard_map(lambda x: assert_type(x, 3), mesh=MESH, in_specs=P("tp"), out_specs=P("tp"))(  # type: ignore[arg-type]
             torch.ones(2)
         )
-    assert unplaced(caught.value) == (
-        "assert_type takes a type, or a dict from axes to types, not 3."
-    )
 
 
 def step(expected: Any, w_is_used_alike: bool) -> Any:

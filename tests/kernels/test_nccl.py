@@ -20,6 +20,7 @@ from shardmap_torch.kernels.transport import (
     Transport,
     run,
 )
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 Kind = tuple[int, int, int]
@@ -105,12 +106,8 @@ AT = "all_gather_matmul over axis 'tp': at step 1, rank 0 "
 
 
 def test_a_message_awaited_before_its_mate_is_sent_is_an_error_not_a_hang() -> None:
-    with pytest.raises(KernelError) as caught:
+    with told(KernelError):
         channel().receive(torch.zeros(1), IN).wait()
-    assert str(caught.value) == (
-        AT + "receives part 0 of block 2 from rank 2, but awaits it before the send that it "
-        "travels with"
-    )
 
 
 @pytest.mark.parametrize(
@@ -123,19 +120,12 @@ def test_a_message_awaited_before_its_mate_is_sent_is_an_error_not_a_hang() -> N
 def test_a_message_without_a_mate_is_an_error_not_a_hang(other: Message) -> None:
     opened = channel()
     opened.receive(torch.zeros(1), other)
-    with pytest.raises(KernelError) as caught:
+    with told(KernelError):
         opened.send(torch.zeros(1), OUT)
-    assert str(caught.value) == (
-        AT + "sends part 0 of block 0 to rank 1, but receives nothing that could travel with it"
-    )
 
 
 def test_a_failure_names_axis_step_and_peer() -> None:
     opened = channel()
     opened.receive(torch.zeros(1), IN)
-    with pytest.raises(KernelError) as caught:
+    with told(KernelError):
         opened.send(torch.zeros(1), OUT)
-    assert str(caught.value) == (
-        AT + "sends part 0 of block 0 to rank 1, and the transfer failed: NCCL has failed\n"
-        "Either that rank has died, or it does not run the same kernel; see its own error first."
-    )

@@ -22,7 +22,7 @@ from shardmap_torch import (
 )
 from tests.programs.support.everywhere import claimed, same
 from tests.programs.support.harness import random
-from tests.support.golden import unplaced
+from tests.support.golden import told
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -168,12 +168,8 @@ def test_check_vma_is_jaxs_word_for_check() -> None:
 
 def test_a_cast_that_does_not_exist_is_named() -> None:
     f = shard_map(lambda x: lax.pvary(x, "i"), mesh=MESH, in_specs=P("i"), out_specs=P("i"))
-    with pytest.raises(CollectiveError) as caught:
+    with told(CollectiveError):
         f(torch.ones(2))
-    assert unplaced(caught.value) == (
-        "pcast does not go from varying to varying; it goes invarying -> varying, invarying -> "
-        "reduced, reduced -> varying, varying -> unreduced."
-    )
 
 
 test_on_every_mesh_of_another_shape = claimed(

@@ -18,7 +18,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.nn import dropless_moe, grouped_linear
 from tests.nn.support.cases import AXES, Case, budget, mapped, over_dp, random
-from tests.support.golden import unplaced
+from tests.support.golden import told
 
 INPUTS = random(4, 6, 5), random(5, 4), random(4, 5, 3), random(4, 3), random(4, 3, 5)
 BATCH = P(("dp", "tp"))
@@ -93,11 +93,8 @@ def test_where_all_select_one_expert_its_rank_needs_room_for_all_of_them() -> No
     found = mapped(Case(body, body, SPECS, BATCH, inputs), mesh)(*inputs)
     torch.testing.assert_close(found, looped(*inputs, num_selected=1, result=0))
     body = partial(sharded, num_selected=1, result=0, room=11)
-    with pytest.raises(CollectiveError) as caught:
+    with told(CollectiveError):
         mapped(Case(body, body, SPECS, BATCH, inputs), mesh)(*inputs)
-    assert unplaced(caught.value) == (
-        "ragged_all_to_all('tp', V -> V): rank 1 would receive 12 rows, and length=11."
-    )
 
 
 @pytest.mark.parametrize("check", [True, "global"])
@@ -132,12 +129,8 @@ def test_experts_sharded_over_another_axis_are_refused_under_global_strictness()
 def test_more_experts_than_there_are_cannot_be_selected() -> None:
     mesh = make_mesh((2, 2), AXES, kind="simulated")
     body = partial(sharded, num_selected=5, result=0)
-    with pytest.raises(LayerError) as caught:
+    with told(LayerError):
         mapped(Case(body, body, SPECS, BATCH, INPUTS), mesh)(*INPUTS)
-    assert str(caught.value) == (
-        "dropless_moe takes x [b/n, t, d] and selects 1 to 4 experts, not x [1, 6, 5] and "
-        "num_selected=5."
-    )
 
 
 # --------------------------------------------------------------------- the grouped layer

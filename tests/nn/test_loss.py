@@ -12,6 +12,7 @@ from shardmap_torch import LayerError, P, S, make_mesh, shard_map, trace, valida
 from shardmap_torch.nn import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from shardmap_torch.nn.loss import Loss, chunked_nats, own_scores
 from tests.nn.support.cases import Case, budget, integers, over_dp, random
+from tests.support.golden import told
 
 X, W = random(4, 6, 5), random(5, 8)
 LOGITS, TARGETS = random(4, 6, 8) * 3, integers(8, 4, 6)
@@ -181,22 +182,13 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any], text: str) 
 
 
 def test_targets_of_another_shape_are_refused() -> None:
-    with pytest.raises(LayerError) as error:
+    with told(LayerError):
         vocab_parallel_cross_entropy(LOGITS, TARGETS[:2], "tp")
-    assert str(error.value) == (
-        "vocab_parallel_cross_entropy: logits [..., v/r] [4, 6, 8] take integer targets of shape "
-        "[4, 6], or probabilities of shape [4, 6, 8], not torch.int64 [2, 6]."
-    )
 
 
 def test_by_chunks_probabilities_are_refused_with_what_takes_them() -> None:
-    with pytest.raises(LayerError) as error:
+    with told(LayerError):
         vocab_parallel_linear_cross_entropy(X, W, CHANCES, "tp", src="R")
-    assert str(error.value) == (
-        "vocab_parallel_linear_cross_entropy: x [4, 6, 5] takes integer targets of shape [4, 6], "
-        "not torch.float64 [4, 6, 8]. For probabilities use column_linear and "
-        "vocab_parallel_cross_entropy."
-    )
 
 
 def test_chunks_of_no_rows_are_refused() -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from shardmap_torch import I, LayerError, P, R, ShardTypeError, convert, make_mesh
 from shardmap_torch.nn import batch_norm, layer_norm, rms_norm
 from tests.nn.support.cases import Case, budget, on_mesh, over_dp, random
+from tests.support.golden import told
 
 X, W, B = random(4, 6, 8), random(8), random(8, seed=1)
 
@@ -89,11 +90,8 @@ def test_a_batch_norm_of_one_entry_a_channel_or_of_other_channels_is_refused() -
     with pytest.raises(LayerError) as error:
         batch_norm(torch.ones(1, 6), MEAN, VAR)
     assert str(error.value) == "batch_norm: the batch has one entry a channel, [1, 6]."
-    with pytest.raises(LayerError) as error:
+    with told(LayerError):
         batch_norm(torch.ones(4, 5), MEAN, VAR)
-    assert str(error.value) == (
-        "batch_norm: x is [n, c, ...] and running_mean [c]; they are [4, 5] and [6]."
-    )
 
 
 def test_a_batch_norm_of_half_precision_has_statistics_in_float32() -> None:

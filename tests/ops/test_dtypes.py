@@ -30,7 +30,7 @@ from shardmap_torch import (
 from shardmap_torch.errors import ShardTypeError
 from tests.programs.support.everywhere import ON_EVERY_MESH, ON_REAL_RANKS, run_on
 from tests.programs.support.harness import global_value, random
-from tests.support.golden import unplaced
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 BF16 = torch.bfloat16
@@ -228,22 +228,15 @@ def test_a_second_dtype_is_asked_for_only_where_a_rounding_backward_runs() -> No
     with torch.no_grad():
         assert gathered(leaf, comm_dtype=BF16).tolist() == [2.0] * 4
     assert gathered(leaf, comm_dtype=torch.float32).requires_grad  # nothing is rounded
-    with pytest.raises(CollectiveError) as caught:
+    with told(CollectiveError):
         gathered(leaf, comm_dtype=BF16)
-    assert unplaced(caught.value) == (
-        "all_gather: with comm_dtype=torch.bfloat16 its backward, reduce_scatter, adds over ranks "
-        "as well; name its precision with grad_comm_dtype=."
-    )
     with pytest.raises(CollectiveError):
         torch.func.grad(lambda x: gathered(x, comm_dtype=BF16).sum())(x)
 
 
 def test_an_out_dtype_of_no_floating_operand_is_refused() -> None:
-    with pytest.raises(CollectiveError) as caught:
+    with told(CollectiveError):
         gathered(torch.arange(4), out_dtype=torch.float32)
-    assert unplaced(caught.value) == (
-        "all_gather: out_dtype=torch.float32 needs a floating operand, not torch.int64."
-    )
 
 
 def test_a_conversion_to_the_type_that_a_value_has_is_the_identity_and_requires_it() -> None:

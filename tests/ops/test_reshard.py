@@ -23,7 +23,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.ops.reshard import ReshardStep, plan
-from tests.support.golden import unplaced
+from tests.support.golden import told, unplaced
 from tests.support.pool import Gloo
 
 Strategy = Literal["vmap", "ranks"]
@@ -238,53 +238,30 @@ def test_axes_that_neither_spec_names_are_left_alone() -> None:
 
 
 def test_a_target_that_does_not_divide_is_rejected_with_the_arithmetic() -> None:
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         reshard_on(P("a"), P("b"), torch.zeros(6))
-    assert str(error.value) == (
-        "reshard from P('a') to P('b'): dst does not match the global shape (6,): dim 0 has "
-        "size 6, "
-        "which does not divide over 'b' = 4 ranks (6 = 1*4 + 2)."
-    )
 
 
 def test_a_spec_with_more_entries_than_dims_is_rejected() -> None:
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         reshard_on(P("a"), P("a", None, "b"), torch.zeros(8))
-    assert str(error.value) == (
-        "reshard from P('a') to P('a', None, 'b'): dst does not match the global shape (8,): "
-        "P('a', None, 'b') has 3 entries, but the value has 1 dim."
-    )
 
 
 def test_an_unknown_axis_is_rejected() -> None:
-    with pytest.raises(CollectiveError) as error:
+    with told(CollectiveError):
         reshard_on(P("a"), P("z"), torch.zeros(8))
-    assert unplaced(error.value) == (
-        "reshard: no axis 'z' in the simulated mesh (a=2, b=4).\n"
-        "Fix: name one of the axes that the body has, 'a', 'b'."
-    )
-    with pytest.raises(SpecError) as spec_error:
+    with told(SpecError, 2):
         plan(P("a"), P("z"), MESH)
-    assert str(spec_error.value) == (
-        "reshard: no axis 'z' in the simulated mesh (a=2, b=4, c=2, d=2)."
-    )
 
 
 def test_specs_that_name_nothing_are_rejected() -> None:
-    with pytest.raises(CollectiveError) as error:
+    with told(CollectiveError):
         reshard_on(P(), P(None), torch.zeros(8))
-    assert (
-        unplaced(error.value) == "reshard from P() to P(None): no axis is named, nothing can move."
-    )
 
 
 def test_reshard_outside_a_body_is_rejected() -> None:
-    with pytest.raises(CollectiveError) as error:
+    with told(CollectiveError):
         reshard(torch.zeros(2), P("a"), P())
-    assert str(error.value) == (
-        "reshard was called outside shard_map, where no mesh axis is bound. "
-        "Call it in the body of a shard_mapped function."
-    )
 
 
 def test_what_travels_is_rounded_to_comm_dtype_and_the_rest_is_not() -> None:

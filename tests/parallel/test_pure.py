@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shardmap_torch import I, P, SpecError, all_reduce, functional, make_mesh, shard_map
 from tests.parallel import models
 from tests.programs.support.harness import random
+from tests.support.golden import told
 
 
 def gradients(function: Any, params: dict[str, Tensor], *args: Tensor) -> dict[str, Tensor]:
@@ -101,22 +102,14 @@ def test_a_forward_that_sets_attributes_is_refused(mode: str, name: str) -> None
 
 def test_a_forward_that_writes_into_buffers_is_refused() -> None:
     params, apply = functional(nn.BatchNorm1d(2))
-    with pytest.raises(SpecError) as caught:
+    with told(SpecError):
         apply(params, torch.randn(3, 2))
-    assert str(caught.value) == (
-        "BatchNorm1d: the forward wrote into its buffers, which are constants:\n"
-        "  num_batches_tracked\n"
-        "Fix: module.eval(), or a layer without them."
-    )
 
 
 def test_parameters_are_given_by_name_and_all_of_them() -> None:
     params, apply = functional(nn.Linear(2, 2))
-    with pytest.raises(SpecError) as caught:
+    with told(SpecError):
         apply({"weight": params["weight"], "wieght": params["weight"]}, torch.ones(1, 2))
-    assert str(caught.value) == (
-        "Linear: params do not match:\n  bias: is missing\n  wieght: is not a parameter of it"
-    )
     with pytest.raises(SpecError, match=r"^Linear: apply takes the parameters first, by name"):
         apply(torch.ones(1, 2), params)
     with pytest.raises(SpecError, match=r"^functional takes a torch\.nn\.Module, not a func"):

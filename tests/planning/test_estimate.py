@@ -30,6 +30,7 @@ from shardmap_torch import (
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError
 from shardmap_torch.ops.gather import gather_starter
 from shardmap_torch.planning import Hardware, estimate
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 UNIT = Hardware(
@@ -227,12 +228,8 @@ def test_a_function_that_is_not_mapped_and_a_value_that_is_asked_for_are_errors(
     f = shard_map(
         lambda x: x if x.sum() > 0 else -x, mesh=mesh, in_specs=P(invariant="tp"), out_specs=P()
     )
-    with pytest.raises(TransformError) as error:
+    with told(TransformError):
         estimate(f, ShapeDtype((2,)), hardware=UNIT)
-    assert str(error.value) == (
-        "<lambda>: an estimate runs without data, and the body asks for the value of a tensor "
-        "(aten._local_scalar_dense.default). Use torch.where, or keep the number out of the body."
-    )
 
 
 def test_the_page_has_the_lanes_the_memory_and_the_cost_of_each_line() -> None:
@@ -284,8 +281,5 @@ def test_a_parallelized_module_is_estimated_as_the_program_that_it_runs() -> Non
     assert found.sent == explain(mlp, x).bytes_sent
     # Each rank has a quarter of the features; the backward computes two products for each.
     assert found.flops == 3 * 2 * (2 * 16 * 8 * 8)
-    with pytest.raises(TransformError) as error:
+    with told(TransformError):
         estimate(nn.Sequential(nn.GELU()), x, hardware=UNIT)
-    assert str(error.value) == (
-        "estimate takes a shard_mapped function or a parallelized module, not Sequential(...."
-    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardmap_torch import ShardMapError, random
+from tests.support.golden import told
 
 CASES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "golden/jax_random.json").read_text()
@@ -101,12 +102,8 @@ def test_several_keys_are_drawn_from_with_vmap() -> None:
     drawn = torch.func.vmap(lambda key: random.normal(key, (50,)))(keys)
     for key, row in zip(keys, drawn, strict=True):
         assert torch.equal(random.normal(key, (50,)), row)
-    with pytest.raises(ShardMapError) as error:
+    with told(ShardMapError):
         random.normal(keys, (50,))
-    assert str(error.value) == (
-        "A draw takes one key, and this is a tensor of [3]. Draw from each with torch.func.vmap, "
-        "or take one: keys[i]."
-    )
 
 
 def test_wrong_arguments_are_refused() -> None:

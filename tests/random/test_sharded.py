@@ -28,6 +28,7 @@ from shardmap_torch import (
 )
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
 from tests.programs.support.harness import global_value
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 SHAPE = (8, 4, 6)
@@ -263,12 +264,8 @@ def test_specs_that_do_not_match_are_refused() -> None:
         in_specs=P(),
         out_specs=P("dp"),
     )
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         partly(random.key(0))
-    assert str(error.value) == (
-        "random: P('dp', partial={'tp'}) does not match shape [4]:\n"
-        "  P('dp', partial={'tp'}) names partial axes, and numbers drawn are no sums"
-    )
 
 
 def test_one_equation_draws() -> None:

@@ -3,12 +3,12 @@
 import gc
 import weakref
 
-import pytest
 import torch
 from torch import Tensor
 
 from shardmap_torch import I, P, R, ShardTypeError, all_reduce, make_mesh
 from tests.programs.support.everywhere import unchecked as shard_map
+from tests.support.golden import told
 
 MESH = make_mesh((2,), ("tp",), kind="simulated", simulate="ranks")
 
@@ -41,12 +41,8 @@ def test_a_closure_with_different_gradients_on_the_ranks_is_an_error() -> None:
         return all_reduce((x * w).sum(), "tp", dst=I)
 
     y = shard_map(scaled, mesh=MESH, in_specs=P("tp"), out_specs=P())(torch.arange(4.0))
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         y.backward()
-    assert str(caught.value) == (
-        "scaled: a closed-over tensor gets a different gradient on each rank, and outside there is "
-        "one. Pass the tensor as an argument whose spec names the axes in replicate=."
-    )
 
 
 def test_ranks_show_a_missing_sum_of_the_gradient() -> None:

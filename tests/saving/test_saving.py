@@ -22,6 +22,7 @@ from shardmap_torch import CheckpointError, P, device_put, from_local, full, mak
 from shardmap_torch.control import start
 from shardmap_torch.saving import folders, latest, load, manifest, save
 from shardmap_torch.saving.manifest import Manifest
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 Call = Callable[[], object]
@@ -460,13 +461,8 @@ def test_a_part_of_a_tree_loads_where_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_leaves_that_cannot_be_saved_are_refused_by_path(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as error:
+    with told(CheckpointError):
         save({"f": print, "s": torch.eye(2).to_sparse()}, tmp_path, 0)
-    assert str(error.value) == (
-        "These leaves cannot be in a checkpoint:\n"
-        "  tree['f']: a builtin_function_or_method; a checkpoint takes tensors, numbers and strings"
-        "\n  tree['s']: a tensor that is sparse, quantized or on the meta device"
-    )
     assert not list(tmp_path.iterdir())
 
 

@@ -5,12 +5,18 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+import pytest
 
 FOLDER: Final = Path(__file__).parents[1] / "golden"
 WRITES: Final = bool(os.environ.get("SHARDMAP_GOLDEN"))
 _HEAD: Final = "=== "
+
+Errors = type[BaseException] | tuple[type[BaseException], ...]
 
 
 def read(path: Path) -> dict[str, str]:
@@ -37,3 +43,23 @@ def hold(file: str, name: str, text: str) -> None:
         kept[name] = text
         path.write_text("\n\n".join(f"{_HEAD}{k}\n{v}" for k, v in sorted(kept.items())) + "\n")
     assert kept.get(name) == text
+
+
+def hold_own(text: str, part: int = 1) -> None:
+    """Compares a text of the running test, its `part`-th, with the kept one.
+
+    Those of one folder of tests are in one file, in `golden/texts`.
+    """
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0].removeprefix("tests/")
+    folder = re.split(r"/|\.py", test)[0]
+    hold(f"texts/{folder}.txt", test + (f" {part}" if part > 1 else ""), text)
+
+
+@contextmanager
+def told(
+    kind: type[BaseException] | tuple[type[BaseException], ...], part: int = 1
+) -> Iterator[None]:
+    """Expects an error whose whole text is that which is kept for the running test."""
+    with pytest.raises(kind) as caught:
+        yield
+    hold_own(str(caught.value), part)

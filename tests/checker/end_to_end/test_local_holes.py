@@ -3,7 +3,6 @@
 Beside them what is right and looks like it, which is accepted and compared with one device.
 """
 
-import operator
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -30,6 +29,7 @@ from shardmap_torch import (
 from shardmap_torch.collectives.autograd import TypedFunction
 from tests.checker.support.branching import program_paths
 from tests.checker.support.rejections import RANKS, assert_right, numbers, rejection
+from tests.support.golden import hold_own
 
 X, W = numbers(8, 6), numbers(6)
 DATA = X.detach()
@@ -88,12 +88,7 @@ def test_what_is_needed_both_ways_is_so_when_it_is_computed_again(again: str, sp
         total: Tensor = (whole * 1.5).sum() + 2 * all_reduce(local, "tp", dst=I)
         return total
 
-    text = rejection(body, W, X, in_specs=(spec, P("tp")), out_specs=P())
-    assert (
-        "mul over axis 'tp' of V and I" in text
-        or "needed as I and as R" in text
-        or "of I and" in text
-    )
+    hold_own(rejection(body, W, X, in_specs=(spec, P("tp")), out_specs=P()))
 
 
 @pytest.mark.parametrize("again", AGAIN)
@@ -210,9 +205,7 @@ def test_the_gradient_of_a_varying_loss_that_starts_in_a_backward_is_each_rank_s
     ones = torch.ones(6, dtype=torch.float64)
     mapped = shard_map(body, mesh=RANKS, **BOTH)
     torch.testing.assert_close(torch.autograd.grad(mapped(W, DATA), W)[0], (1 + 4) * ones)
-    text = rejection(body, W, DATA, in_specs=(P(invariant={"tp"}), P("tp")), out_specs=P())
-    assert "a value is needed as I and as R over 'tp'" in text
-    assert "one use gives a gradient that is V, from sum" in text
+    hold_own(rejection(body, W, DATA, in_specs=(P(invariant={"tp"}), P("tp")), out_specs=P()))
 
 
 class InPlace(TypedFunction):
@@ -449,9 +442,7 @@ def test_a_bool_is_a_branch_when_it_is_taken() -> None:
         program_paths = {True: x, False: 2 * x}
         return program_paths[bool(positive)] if positive is not True else x * int(x[0, 0] < 9)
 
-    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
-    assert "where #1 is True" in text
-    assert "taking a Python value over axis 'tp' of V" in text
+    hold_own(rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp")))
 
 
 def test_a_list_of_a_tensor_is_of_its_numbers() -> None:
@@ -479,6 +470,4 @@ def test_arrays_of_tensors_are_refused(take: Callable[[Tensor], Any], made: bool
         take(x.detach() if made else table)
         return x
 
-    text = rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp"))
-    assert "takes the numbers of a tensor out of torch, where nothing tracks them." in text
-    assert operator.contains(text, "Fix: compute with torch;")
+    hold_own(rejection(body, DATA, in_specs=P("tp"), out_specs=P("tp")))

@@ -24,6 +24,7 @@ from shardmap_torch import (
     shard_map,
     trace,
 )
+from tests.support.golden import told
 
 RANKS = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
 MESH = make_mesh((2,), ("i",), kind="abstract")
@@ -160,19 +161,13 @@ def test_another_shape_than_the_operators_is_an_error() -> None:
     halve, op = fresh("halve_wrongly", _halved)
     register_decomposition(op, lambda x: x.sum(-1).double())
     f = shard_map(lambda x: halve(x), mesh=MESH, in_specs=P("i"), out_specs=P("i"))
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         check_program(f, ShapeDtype((2, 3)))
-    assert str(caught.value) == (
-        "shardmap_test.halve_wrongly.default gives float32[1, 3], and its decomposition float64[1]."
-    )
 
 
 def test_an_operator_has_one_rule() -> None:
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         register_decomposition(torch.ops.shardmap_test.turn.default, turned)
-    assert str(caught.value) == (
-        "register_decomposition: shardmap_test.turn.default has a rule already."
-    )
     _, op = fresh("with_a_row", _same)
     register_rule(op, Row())
     with pytest.raises(ShardTypeError, match=r"with_a_row\.default has a rule already"):
@@ -183,13 +178,8 @@ def test_an_operator_has_one_rule() -> None:
 
 def test_an_operator_that_writes_has_no_decomposition() -> None:
     op = _writing()
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         register_decomposition(op, lambda x: None)
-    assert str(caught.value) == (
-        "register_decomposition: shardmap_test.clear.default writes into an argument, which a "
-        "function that only gives a result cannot say. Write it without mutates_args, and copy in "
-        "the body."
-    )
 
 
 def _writing() -> Any:

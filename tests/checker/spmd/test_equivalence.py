@@ -42,7 +42,7 @@ from tests.checker.support.other_programs import (
     bias_before_reduction,
     mapped,
 )
-from tests.support.golden import hold
+from tests.support.golden import hold, told
 
 
 def mlp(x: Tensor, w: Tensor, b: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
@@ -276,12 +276,8 @@ def test_numbers_taken_from_tensors() -> None:
     with pytest.raises(ShardTypeError) as caught:
         checked(averaged)(X)
     assert "is (#1 / 4) on a rank and (#1 / 8) on one device.\n  at test_eq" in str(caught.value)
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         checked(branching_on_size)(X)
-    text = str(caught.value)
-    assert "on one device the body takes other branches." in text
-    assert "  on a rank: #1 > 4 is True at test_equivalence.py:" in text
-    assert "  on one device: #1 > 8 is True at test_equivalence.py:" in text
 
 
 def total(x: Tensor) -> Any:

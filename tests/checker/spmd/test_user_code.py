@@ -29,6 +29,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
+from tests.support.golden import told
 
 SIZES: Final = (2, 2)
 NAMES: Final = ("dp", "tp")
@@ -116,10 +117,8 @@ def test_a_norm_over_all_ranks_is_accepted_and_right() -> None:
 
 def test_a_refusal_names_the_line_and_the_way_out() -> None:
     body = with_function(lambda ctx, g: g / (1 + g.norm()))
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         check_program(mapped(body, ABSTRACT, P("dp")), X.clone().requires_grad_(), W)
-    assert "in the backward at test_user_code.py" in str(caught.value)
-    assert "optim.global_norm(grads, specs) is the norm" in str(caught.value)
 
 
 BROKEN: Final = "a region is not what it promises: the gradient of x is"

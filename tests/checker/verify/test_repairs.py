@@ -33,6 +33,7 @@ from tests.checker.support import repair_trials
 from tests.checker.support.rejected import CASES, MESH
 from tests.checker.support.repaired import outcome
 from tests.support.fuzzing import sized
+from tests.support.golden import hold_own, told
 
 pytestmark = pytest.mark.usefixtures("repairs")
 
@@ -341,12 +342,8 @@ def test_a_repair_of_a_spec_is_checked_and_compared_with_the_gradient_of_that_sp
         return all_reduce(x @ w, "tp", dst=I)
 
     specs = P("dp", "tp"), P("tp")
-    with pytest.raises(ShardTypeError) as error:
+    with told(ShardTypeError):
         shard_map(rows, mesh=mesh, in_specs=specs, out_specs=P("tp"))(X.clone().requires_grad_(), W)
-    assert str(error.value).splitlines()[-2:] == [
-        "Tried, and accepted also by check='global': P('dp') for out in out_specs",
-        "  with the results and gradients of one device, by numbers",
-    ]
 
 
 def test_a_repair_is_printed_without_numbers_where_they_cannot_tell_but_in_own_backwards() -> None:
@@ -482,26 +479,18 @@ def unreduced(x: Tensor, w: Tensor) -> dict[str, Tensor]:
 def test_one_cause_is_one_paragraph_and_everything_is_in_findings() -> None:
     error = rejection((unreduced, P(), P()))
     assert error is not None
-    text = str(error)
-    assert "24 results are pending sums over 'dp', and their specs promise finished values" in text
-    assert text.count("from a gradient at") == 3
-    assert len(text.splitlines()) <= 40
+    hold_own(str(error))
     assert len(error.findings) == 24
-    assert {f"out['w{i}']" for i in range(24)} == {
-        each.split(":")[0][2:] for each in error.findings
+    assert {each.split(":")[0][2:] for each in error.findings} == {
+        f"out['w{i}']" for i in range(24)
     }
-    assert "Tried, and accepted also by check='global': all_reduce out['w0'] over 'dp'" in text
-    assert "and 21 more with dst=I before the return" in text
 
 
 @pytest.mark.parametrize("spec", [P(None, None, "dp"), P("other"), P("tp")])
 def test_an_error_of_three_hundred_leaves_has_at_most_forty_lines(spec: P) -> None:
     leaves = {f"w{i}": torch.ones(6, 4) for i in range(300)}
-    with pytest.raises(ShardMapError) as caught:
+    with told(ShardMapError):
         shard_map(lambda w: w, mesh=MESH, in_specs=(spec,), out_specs=spec)(leaves)
-    text = str(caught.value)
-    assert len(text.splitlines()) <= 40
-    assert "w['w0'], w['w1'], w['w10'] and 297 more: " in text
 
 
 def test_a_message_has_at_most_forty_lines() -> None:

@@ -15,6 +15,7 @@ from examples.llama.model import Config, Params
 from examples.llama.pretrained import INSTALL, MissingModelError, find_weights
 from examples.llama.tokenizer import Tokenizer
 from shardmap_torch import Mesh, SpecError, device_put, explain, full, make_mesh, trace
+from tests.support.golden import told
 
 CONFIG = Config(
     vocabulary=24,
@@ -87,21 +88,13 @@ def test_a_layer_sends_two_all_reduces_and_the_model_is_one_device_program() -> 
 
 def test_two_ranks_cannot_share_three_key_heads_and_the_error_says_so() -> None:
     mesh = make_mesh((2,), ("tp",), kind="simulated")
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         device_put(params(), mesh, model.specs(CONFIG))
-    lines = str(error.value).splitlines()
-    wrong = [line for line in lines if "qkv" in line]
-    assert len(wrong) == CONFIG.layers
-    assert all("dim 1" in line and "3" in line and "'tp'" in line for line in wrong)
 
 
 def test_sizes_that_ranks_cannot_share_are_named_once_with_the_numbers_of_ranks_that_can() -> None:
-    with pytest.raises(SpecError) as error:
+    with told(SpecError):
         model.check_ranks(CONFIG, 2)
-    assert str(error.value) == (
-        "2 ranks of 'tp' cannot share this model evenly; use one of [1, 3]:\n"
-        "  key heads: 3 = 1*2 + 1"
-    )
     model.check_ranks(CONFIG, 3)
 
 
