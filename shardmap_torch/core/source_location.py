@@ -275,7 +275,7 @@ def users_part(error: BaseException) -> TracebackType | None:
     while trace is not None:
         links.append(trace)
         trace = trace.tb_next
-    hidden = _OWN[:5]  # a file "<stdin>" may be the user's
+    hidden = _OWN[:-1]  # a file "<stdin>" may be the user's
     if not isinstance(error, ShardMapError):
         if not links or is_own(links[-1].tb_frame) or not is_raised_by_user(error):
             return error.__traceback__  # where it went wrong is in this package

@@ -136,23 +136,31 @@ def follow_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) 
         sys._getframe(4),
     )  # this, and three functions of the mode
     is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
-    if is_compared and not is_of_library(reader):
+    is_compared &= not is_of_library(reader)
+    is_followed = func is Tensor.register_hook and node is None
+    if is_compared and not is_followed:
         refuse_uncompared(interpreter, name_of_hook(func))
+    if is_compared and is_followed:
+        interpreter.observer.on_function(_HOOKED)
     interpreter.asks_nodes |= func == GRAD_FN and not is_of_library(reader)
     if func is Tensor.register_hook and not interpreter.is_paused:
         given = {**dict(zip(("self", "hook"), args, strict=False)), **kwargs}
         interpreter.has_hooks = True
         value: Any = given["self"]
-        return value.register_hook(_seen(interpreter, value, given["hook"]))
+        return value.register_hook(_seen(interpreter, value, given["hook"], is_compared))
     return func(*args, **kwargs)
 
 
 def _seen(
-    interpreter: "Interpreter", value: Tensor, hook: Callable[[Tensor], Tensor | None]
+    interpreter: "Interpreter",
+    value: Tensor,
+    hook: Callable[[Tensor], Tensor | None],
+    is_compared: bool,
 ) -> Callable[[Tensor], Tensor]:
     """Returns a hook whose functions of torch are seen, and whose gradient is typed as the value's.
 
     It gives a tensor in any case: one that the hook has written to is another one for the others.
+    Where it is compared, it is as a backward of the user's own is.
     """
     operand = use_of("", base_of(value), interpreter.storage_type(value))
     site = definition_of(hook)
@@ -160,14 +168,22 @@ def _seen(
     @wraps(hook)
     def seen(gradient: Tensor) -> Tensor:
         lent = _lent(interpreter, gradient)
+        if is_compared:
+            interpreter.observer.on_backward_start(_HOOKED, [base_of(value)], [base_of(lent)])
         with interpreter.seeing():
             found = hook(lent)
         found = lent if found is None else found
         interpreter.copies.reject_stale(interpreter, [found], site)
         giver = Giver("a value", "a hook on it", site, uses_of(interpreter, [lent]))
-        return settled(interpreter, operand, found, giver)
+        found = settled(interpreter, operand, found, giver)
+        if is_compared:
+            interpreter.observer.on_backward_end(_HOOKED, [base_of(value)], [base_of(found)])
+        return found
 
     return seen
+
+
+_HOOKED: Final = "register_hook"
 
 
 def refuse_saving_hooks(interpreter: "Interpreter") -> None:

@@ -29,7 +29,8 @@ def assume(
 ) -> tuple[Tensor | None, ...] | None:
     """Makes gradients of the inputs; None where code or derivatives may depend on the backward."""
     nodes = [*graph_nodes(x.grad_fn for x in outputs)]
-    if not _is_outermost(interpreter, outputs) or not all(map(_is_derived, nodes)):
+    is_derived = not interpreter.has_hooks and all(map(_is_derived, nodes))
+    if not _is_outermost(interpreter, outputs) or not is_derived:
         return None
     reached = {id(getattr(node, "variable", None)) for node in nodes}
     with temporarily_clear_interpreter_stack():

@@ -38,7 +38,7 @@ from shardmap_torch.checker.spmd.align import Alignment, PartedError, equal, sho
 from shardmap_torch.checker.spmd.gradients import WRAP, Gradients
 from shardmap_torch.checker.spmd.layout import ShardedTensor, UnrelatedError, fitted
 from shardmap_torch.checker.spmd.operations import Operations
-from shardmap_torch.checker.spmd.ops.advice import COPIES, OTHER
+from shardmap_torch.checker.spmd.ops.advice import COPIES, IN_BACKWARD, NUMBER, OTHER
 from shardmap_torch.checker.spmd.ops.collective_rules import Move, after
 from shardmap_torch.checker.spmd.positions import Positions
 from shardmap_torch.checker.spmd.recorder import Event, Key, Recorder, Ref
@@ -367,7 +367,11 @@ class Relation(Observer):
                 reason = f"{reason}, from {first.origin()}"
             head = f"check='global': {what} is not what it is on one device: {reason}."
             lines = [self._line(name, tensor) for name, tensor in tensors]
-            return messages.error(self._interpreter, head, lines, error.fix, placed)
+            fix = error.fix
+            if what.startswith(BACKWARD) and fix == NUMBER:
+                [axis, *others] = map(repr, self._notes.sizes)
+                fix = IN_BACKWARD.format("axis" if others else axis)
+            return messages.error(self._interpreter, head, lines, fix, placed)
         return messages.error(
             self._interpreter,
             f"check='global': the ranks come to {what}, where the program on one device "

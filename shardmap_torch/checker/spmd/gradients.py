@@ -191,9 +191,10 @@ class Gradients:
         self._notes.note(
             gradient, number, fitted(shard.dims, tuple(gradient.shape), shard.global_shape)
         )
-        parts = {axis for axis, axis_type in self._notes.types(gradient) if axis_type.varies}
-        finished = self._notes.sums(value).partial | set(shard.axes)
-        self._notes.set_sums(gradient, Sums(frozenset(parts - finished)))
+        parts = frozenset(a for a, own in self._notes.types(gradient) if own.varies)
+        summed = self._notes.sums(value).partial
+        parts -= {*shard.axes}
+        self._notes.set_sums(gradient, Sums(parts - summed, equal=summed & parts))
 
     def require(
         self, shard: ShardedTensor, value: Tensor | None, gradient: Tensor, ref: Ref

@@ -11,7 +11,7 @@ either. They raise `UnrelatedError` where the results would not be shards of one
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import prod
 from typing import Final, TypeAlias
@@ -372,6 +372,21 @@ def dims_by_size(
         found.append(ANY if names is None else sharded_dim(all_, names, sizes))
         free = [axis for axis in free if axis not in (names or ())]
     return tuple(found)
+
+
+def settled(x: ShardedTensor, sizes: Sizes) -> ShardedTensor:
+    """Returns a layout with axes for dims of equal entries, which any that fit suit.
+
+    Raises:
+        UnrelatedError: none fit.
+    """
+    own = x.part([at for at, dim in enumerate(x.dims) if dim == ANY])
+    free = {axis: size for axis, size in sizes.items() if axis not in x.axes}
+    found = iter(dims_by_size(own.local, own.global_shape, free))
+    dims = tuple([next(found) if dim == ANY else dim for dim in x.dims])
+    if ANY in dims:
+        raise size_of_one_rank()
+    return replace(x, dims=dims)
 
 
 # ------------------------------------------------------------------------------ collectives

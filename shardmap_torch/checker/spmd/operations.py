@@ -260,7 +260,20 @@ class Operations:
         except UnrelatedError:
             reject_scaled(scaled)  # of a mean there is more to say than that it is a sum
             raise
-        return replace(scaled, partial=partial, loose=NO_AXES, pending=frozenset())
+        equal = self._equal(call)
+        return replace(scaled, partial=partial, loose=NO_AXES, pending=frozenset(), equal=equal)
+
+    def _equal(self, call: PairedCall) -> frozenset[str]:
+        """Returns the axes over which the result is equal on all ranks because operands are."""
+        known = frozenset(axis for x in call.read for axis in self._notes.sums(x).equal)
+        if not known or draws(call.op, call.arguments):
+            return NO_AXES
+        return known - {
+            axis
+            for x in call.read
+            for axis, own in self._notes.types(x)
+            if own.varies and axis not in self._notes.sums(x).equal
+        }
 
     def _partial(self, call: PairedCall) -> frozenset[str]:
         """Returns the axes over which the result is a pending sum because operands are."""
@@ -326,7 +339,7 @@ class Operations:
         loose = frozenset(
             axis
             for axis, axis_type in self._notes.types(result)
-            if axis_type == V and axis not in shard.axes and axis not in partial
+            if axis_type == V and axis not in shard.axes and axis not in partial | summed.equal
         )
         equal = [axis for axis, own in self._notes.types(result) if axis in shard.axes and own != V]
         if equal and draws(call.op, call.arguments):
@@ -336,8 +349,8 @@ class Operations:
                 SHARD,
             )
         mean, scale = ONE, summed.scale
-        if sharded.means:
-            mean = Fraction(prod(self._notes.sizes[axis] for axis in sharded.means))
+        if sharded.means or sharded.part != 1:
+            mean = sharded.part * prod(self._notes.sizes[axis] for axis in sharded.means)
             scale *= mean
         cause = "" if scale is ONE or scale == 1 else self.at(messages.friendly(call.op))
         scaled = summed.scaled(mean, sharded.means, cause)
@@ -349,7 +362,8 @@ class Operations:
             )
         factor = scaled.scale, scaled.means, scaled.cause
         flows = bool(sharded.pending) and any(map(self._flows, call.tensors))
-        return shard, Sums(partial, loose, sharded.pending | extrema, *factor, flows=flows)
+        pending = sharded.pending | extrema
+        return shard, Sums(partial, loose, pending, *factor, flows=flows, equal=summed.equal)
 
     def _flows(self, tensor: Tensor) -> bool:
         return self._interpreter.flows(self._interpreter.base(tensor))
@@ -496,7 +510,7 @@ class Repeated:
         """Remembers the comparison that has just been made, unless it has noted more than that."""
         if key is None or found is None:
             return
-        if any(x.pending or x.means for x in found):
+        if any(x.pending or x.means or x.part != 1 for x in found):
             return
         self._known[key] = tuple(
             (self._notes.find(result, Ref(number), "a result"), self._notes.sums(result))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -48,6 +49,7 @@ class Sharded:
         pending: axes over which a "max" or a "min" is pending.
         means: of `partial`, axes over which the mean is meant: the sum divided by their size.
         of_zeros: as in `ShardedTensor`.
+        part: of the value on one device, as a sum of equal entries is of which a rank has fewer.
     """
 
     dims: tuple[Dim, ...]
@@ -55,6 +57,7 @@ class Sharded:
     pending: frozenset[tuple[str, str]] = frozenset()
     means: frozenset[str] = frozenset()
     of_zeros: bool = False
+    part: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True, eq=False)

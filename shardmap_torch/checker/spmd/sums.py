@@ -39,6 +39,8 @@ class Sums:
         cause: the step that made the factor, for messages.
         zero: whether the value is known to be zeros.
         flows: whether a gradient flows through an extremum that is pending.
+        equal: axes over which it is equal on all ranks, though types cannot say so: the cotangent
+            of a pending sum in a backward of the user's own.
     """
 
     partial: Axes = NO_AXES
@@ -49,12 +51,13 @@ class Sums:
     cause: str = ""
     zero: bool = False
     flows: bool = False
+    equal: Axes = NO_AXES
 
     @property
     def is_finished(self) -> bool:
         """Returns whether the value is that on one device."""
         is_scaled = self.scale is not ONE and self.scale != 1
-        return not (self.partial or self.loose or self.pending or is_scaled)
+        return not (self.partial or self.loose or self.pending or self.equal or is_scaled)
 
     def over(self, *types: str) -> Axes:
         """Returns the axes over which one of these reductions is pending."""
@@ -64,9 +67,9 @@ class Sums:
         """Returns the same sums with the factor multiplied; a factor of 1 has no cause."""
         scale = self.scale if factor is ONE else self.scale * factor
         if scale is ONE or scale == 1:
-            return Sums(self.partial, self.loose, self.pending)
-        kept = self.cause or cause
-        return Sums(self.partial, self.loose, self.pending, scale, self.means | means, kept)
+            return Sums(self.partial, self.loose, self.pending, equal=self.equal)
+        known = scale, self.means | means, self.cause or cause
+        return Sums(self.partial, self.loose, self.pending, *known, equal=self.equal)
 
 
 FINISHED: Final = Sums()

@@ -540,7 +540,7 @@ def _record_forward(request: Request, made: Interpretation, steps: Observer) -> 
         result = made.run_body(inputs)
         with DisableTorchFunction():  # the boundary asks and casts, not the body
             outputs = _record_results(request, made, result)
-            calls_own = any(True for _ in own_nodes(outputs))
+            calls_own = interpreter.has_hooks or any(True for _ in own_nodes(outputs))
         if calls_own:
             with suppress(ShardTypeError):  # types are judged where there are ranks
                 record_backward(interpreter, outputs, inputs.values())

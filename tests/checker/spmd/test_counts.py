@@ -93,7 +93,7 @@ WRONG: Final[dict[str, tuple[Callable[[Tensor], Tensor], str]]] = {
     ),
     "as a factor of each addend": (
         lambda x: total(ones(x).sum() * x.sum()),
-        "matches no sharding yet",
+        "1/2 times that value, because of sum",
     ),
 }
 

@@ -3,8 +3,9 @@
 What backwards and hooks compute is drawn by `checker/support/classes`; here is where they stand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from traceback import walk_tb
 from typing import Any, Final
 
 import pytest
@@ -22,6 +23,7 @@ from shardmap_torch import (
     ShapeDtype,
     ShardTypeError,
     all_reduce,
+    axis_index,
     axis_size,
     check_program,
     grad,
@@ -113,6 +115,93 @@ def test_a_norm_over_all_ranks_is_accepted_and_right() -> None:
     found, expected = (outcome(mapped(body, mesh, P("dp"))) for mesh in (RANKS, ONE))
     for mine, there in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, there)
+
+
+def of_squares(back: Callable[[Tensor, Tensor], Tensor]) -> Body:
+    """A sum of squares over the batch, whose backward gets the cotangent of a pending sum."""
+
+    class Squares(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            ctx.save_for_backward(y)
+            return y.square().sum()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return back(g, *ctx.saved_tensors)
+
+    apply: Callable[..., Any] = Squares.apply
+    return lambda x, w: all_reduce(apply(x @ w), "dp", dst=I)
+
+
+def hooked(back: Callable[[Tensor, Tensor], Tensor]) -> Body:
+    def body(x: Tensor, w: Tensor) -> Any:
+        y = x @ w
+        y.register_hook(lambda g: back(g, y.detach()))
+        return all_reduce(y.square().sum(), "dp", dst=I)
+
+    return body
+
+
+WAYS: Final = {"Function": of_squares, "hook": hooked}
+
+
+def by_parts(g: Tensor, y: Tensor) -> Tensor:
+    g = torch.stack([g, (g * 2).exp().log()]).mean(0)
+    return g.expand_as(y).mul(y)
+
+
+OF_SUMS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "twice": lambda g, y: g * 2 * y,
+    "no linear one": lambda g, y: g.square() * y,
+    "in place": lambda g, y: g.clone().mul_(2) * y,
+    "copies": by_parts,
+    "by the number of all rows": lambda g, y: g * 2 * y / (len(y) * axis_size("dp")),
+    "drawn alike": lambda g, y: g * torch.ones(3, dtype=g.dtype)[1] * y,
+}
+
+
+def ways_of(names: Iterable[str], but: str) -> list[tuple[str, str]]:
+    """Each by a Function and by a hook, but one that asks for its axis, which hooks cannot do."""
+    return [(name, way) for name in names for way in WAYS if (name, way) != (but, "hook")]
+
+
+@pytest.mark.parametrize(("name", "way"), ways_of(OF_SUMS, "by the number of all rows"))
+def test_backwards_of_pending_sums_and_shards_are_proven_by_layouts(name: str, way: str) -> None:
+    """The cotangent of a pending sum is equal on all ranks: nothing has to be tried."""
+    body, x = WAYS[way](OF_SUMS[name]), X.clone().requires_grad_()
+    assert not check_program(mapped(body, ABSTRACT, P()), x, W).tried
+    found, expected = (outcome(mapped(body, mesh, P())) for mesh in (RANKS, ONE))
+    for mine, there in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, there)
+
+
+WRONG_OF_SUMS: Final[dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]]] = {
+    "rows": (
+        lambda g, y: g * 2 * y / y.shape[0],
+        r"2 times that value, because of div, whose argument other is 2 on a rank and 4 on one "
+        r"device, at test_user_code.py",
+    ),
+    "entries": (lambda g, y: g * y / y.numel(), "is 8 on a rank and 16 on one device"),
+    "a reciprocal": (lambda g, y: (1 / len(y)) * g * y, "is 0.5 on a rank and 0.25 on one"),
+    "the cotangent alone": (lambda g, y: g / len(y) * y, "is 2 on a rank and 4 on one device"),
+    "a mean of rows": (lambda g, y: g * (y - y.mean(0)), "it is the mean of a rank's part"),
+    "each rank's own": (
+        lambda g, y: g * axis_index("dp") * y,
+        "over 'dp' every rank has a value of its own, from axis_index",
+    ),
+    "drawn": (lambda g, y: g * torch.rand_like(g) * y, "from rand_like at"),
+    "a sum of rows": (lambda g, y: (g * y.sum()) * y, "a pending sum over 'dp'"),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), ways_of(WRONG_OF_SUMS, "each rank's own"))
+def test_a_backward_by_a_rank_s_own_numbers_is_told_which(name: str, way: str) -> None:
+    back, text = WRONG_OF_SUMS[name]
+    with pytest.raises(ShardTypeError, match=text) as caught:
+        check_program(mapped(WAYS[way](back), ABSTRACT, P()), X.clone().requires_grad_(), W)
+    frames = [frame.f_code.co_filename for frame, _ in walk_tb(caught.value.__traceback__)]
+    assert not any(name.endswith("contextlib.py") for name in frames)
 
 
 def test_a_refusal_names_the_line_and_the_way_out() -> None:

@@ -27,6 +27,12 @@ NUMBER: Final = (
 )
 """Advice where an argument, or a factor, is another number on one device."""
 
+IN_BACKWARD: Final = (
+    "a number that depends on local shapes must be right on one device too: multiply it by "
+    "axis_size({}), in the forward, or in a backward of shardmap_torch.Function, which knows axes."
+)
+"""The same in a backward of the user's own."""
+
 COMPARED: Final = (
     "if these are ids of a sharded table, every rank compares them with 0 ... n of its own rows: "
     "subtract axis_index(axis) * n from them first, or look them up by "

@@ -21,6 +21,7 @@ from shardmap_torch.checker.spmd.layout import (
     fill,
     merged,
     reshape,
+    settled,
     step_of,
     unsharded,
 )
@@ -116,9 +117,12 @@ def _reshaped(step: Step) -> list[Sharded]:
     try:
         return [Sharded(reshape(x, global_shape)) for _, global_shape in step.results]
     except UnrelatedError:
-        if ANY not in x.dims or not step.zeros:
+        if ANY not in x.dims:
             raise
-        return [Sharded(fill(*shapes), of_zeros=True) for shapes in step.results]
+        if step.zeros:
+            return [Sharded(fill(*shapes), of_zeros=True) for shapes in step.results]
+        x = settled(x, step.sizes)
+        return [Sharded(reshape(x, global_shape)) for _, global_shape in step.results]
 
 
 def _expanded(step: Step) -> list[Sharded]:

@@ -307,7 +307,8 @@ def _with_heads_of(query: ShardedTensor, x: ShardedTensor) -> tuple[Dim, ...]:
     heads, own = query.dims[-3], x.dims[-3]
     size, all_ = x.global_shape[-3], query.global_shape[-3]
     many = tuple(merged([*own, (None, all_ // size)]))
-    if size == 1 or own == heads or (not all_ % size and many == heads and ANY not in (own, heads)):
+    # Of equal heads it does not matter which one goes with a query's.
+    if size == 1 or own in (heads, ANY) or (not all_ % size and many == heads and heads != ANY):
         return (*x.dims[:-3], heads, *x.dims[-2:])
     raise UnrelatedError(
         f"its heads are {in_words(heads)} in the queries ({all_} on one device) and "

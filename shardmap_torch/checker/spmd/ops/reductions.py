@@ -1,6 +1,8 @@
 """Reductions of sharded dims: each rank has a sum, a mean or an extremum of its part."""
 
 from collections.abc import Mapping
+from fractions import Fraction
+from math import prod
 from typing import Final
 
 import torch
@@ -10,6 +12,7 @@ from shardmap_torch.checker.spmd.layout import (
     Dim,
     ShardedTensor,
     axes_of,
+    numbers_of_shards,
     size_of_one_rank,
     unsharded,
 )
@@ -26,10 +29,18 @@ def add(step: Step) -> list[Sharded]:
     """Propagates a sum, which is pending where it goes over a sharded dim."""
     (x,) = step.shards
     over = _over(step, x)
-    if any(x.dims[dim] == ANY for dim in over):
-        raise size_of_one_rank()
+    repeated = [_times(step, x, dim) for dim in over if x.dims[dim] == ANY]
     partial = frozenset(axis for dim in over for axis in axes_of(x.dims[dim]))
-    return [Sharded(_left(step, x, over), partial)]
+    return [Sharded(_left(step, x, over), partial, part=Fraction(1, prod(repeated)))]
+
+
+def _times(step: Step, x: ShardedTensor, dim: int) -> int:
+    """Returns how many times as many equal entries one device has along a dim."""
+    mine, all_ = x.local[dim], x.global_shape[dim]
+    for count in numbers_of_shards(step.sizes):
+        if mine * count == all_:
+            return count
+    raise size_of_one_rank()
 
 
 def average(step: Step) -> list[Sharded]:

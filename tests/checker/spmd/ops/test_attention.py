@@ -44,6 +44,32 @@ def with_mask_of_the_body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 Attention = Callable[..., Tensor]
+
+
+def with_copies(heads: Callable[[Tensor, Tensor], Tensor]) -> Attention:
+    """Attention to copies of the keys' heads, as many as the queries that a rank has."""
+    return lambda q, k, v: sdpa(q, heads(k, q), heads(v, q))
+
+
+def by_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def in_groups(k: Tensor, q: Tensor) -> Tensor:
+    return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+ONE_HEAD: Final[dict[str, Attention]] = {
+    "expanded": with_copies(lambda k, q: k.expand_as(q)),
+    "repeated": with_copies(lambda k, q: k.repeat(1, q.shape[1], 1, 1)),
+    "repeated in groups": with_copies(in_groups),
+    "expanded and flattened": with_copies(
+        lambda k, q: k[:, :, None].expand(-1, -1, q.shape[1], -1, -1).flatten(1, 2)
+    ),
+    "by products": by_products,
+    "expanded, by products": lambda q, k, v: by_products(q, k.expand_as(q), v.expand_as(q)),
+}
+
 RIGHT: Final[dict[str, tuple[Attention, int, tuple[P, ...], tuple[int, ...]]]] = {
     "causal": (lambda q, k, v: sdpa(q, k, v, is_causal=True), 4, (HEADS,) * 3, ()),
     "grouped": (lambda q, k, v: sdpa(q, k, v, enable_gqa=True), 2, (HEADS,) * 3, ()),
@@ -84,6 +110,7 @@ RIGHT: Final[dict[str, tuple[Attention, int, tuple[P, ...], tuple[int, ...]]]] =
         (6, 6),
     ),
     "mask and rotary tables of the body": (with_mask_of_the_body, 4, (HEADS,) * 3, ()),
+    **{name: (body, 1, (HEADS, P("dp"), P("dp")), ()) for name, body in ONE_HEAD.items()},
 }
 
 
@@ -106,6 +133,13 @@ WRONG: Final[dict[str, tuple[Attention, int, tuple[P, ...], tuple[int, ...], str
         (),
         r"its heads are sharded over 'tp' in the queries \(4 on one device\) and unsharded in the "
         r"keys or values \(2 on one device\)",
+    ),
+    "copies of unsharded keys in groups of a rank": (
+        with_copies(in_groups),
+        2,
+        (HEADS, P("dp"), P("dp")),
+        (),
+        "sharded over 'tp' within each of 2 blocks in the keys or values",
     ),
     "causal positions": (
         lambda q, k, v: sdpa(q, k, v, is_causal=True),

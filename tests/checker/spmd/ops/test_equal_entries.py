@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardmap_torch import P, axis_index
+from shardmap_torch import P, axis_index, axis_size
 from tests.checker.support.one_device import assert_is_one_device, assert_is_refused, numbers
 
 IDS: Final = (numbers(4, 4, 4) * 10).long() % 4
@@ -65,6 +65,24 @@ STARTS: Final[dict[str, Callable[..., Any]]] = {
     "copies of a matrix": lambda x: x[:, None] + WEIGHT.repeat(x.shape[0], 1, 1),
 }
 
+SUMS: Final[dict[str, Callable[..., Any]]] = {
+    "a count": lambda x: x / (ones(x.shape[0]).sum() * axis_size("a")),
+    "a count of targets": lambda x: x / ((ones(x.shape[0]) != 2).sum() * axis_size("a")),
+    "copies of a sum": lambda x: x + WEIGHT.sum() * ones(x.shape[0], 1).sum(0) * axis_size("a"),
+    "copies in rows": lambda x: (
+        x.unsqueeze(1).expand(-1, x.shape[0], -1).sum(1).mul(axis_size("a"))
+    ),
+    "a mean": lambda x: x * (ones(x.shape[0], 8) * WEIGHT[1]).mean(0),
+    "copies in rows of a matrix": lambda x: (
+        WEIGHT[0].expand(x.shape[0], 2, 8).reshape(-1, 8).unflatten(0, (-1, 2)).sum(1) + x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_of_equal_entries_is_as_many_times_less_as_a_rank_has_fewer(name: str) -> None:
+    assert_is_one_device(SUMS[name], [numbers(8, 8)], P("a"), P("a"))
+
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("name", STARTS)
@@ -91,6 +109,16 @@ def test_a_recurrent_network_starts_from_zeros(form: str) -> None:
 
 
 WRONG: Final[dict[str, tuple[Callable[..., Any], str]]] = {
+    "a rank's count": (lambda x: x / ones(x.shape[0]).sum(), "1/2 times .*, because of sum at"),
+    "a count whose square is taken": (
+        lambda x: x / (ones(x.shape[0]).sum().square() * axis_size("a")),
+        "1/2 times that value",
+    ),
+    "a count of other rows": (lambda x: x * ones(x.shape[0] - 1).sum(), "that of one rank"),
+    "rows put together in another order": (
+        lambda x: x + WEIGHT[:2].unsqueeze(1).expand(2, x.shape[0] // 2, 8).reshape(-1, 8),
+        "in another way",
+    ),
     "a sum over rows": (
         lambda x: x / (ones(1, x.shape[0]) @ ones(x.shape[0], 8)),
         "mixes all entries",
