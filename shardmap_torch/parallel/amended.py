@@ -7,7 +7,7 @@ a call is, without a run; the first that is accepted under global strictness is 
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from traceback import walk_tb
@@ -112,10 +112,11 @@ def amend(
                 accepts({key: style for key, style in changed.items() if style is not None})
         except Exception:  # whatever the module raises on these shards
             continue
-        if {*changes.values()} == {None}:  # at worst; where more than the plan may be wrong
+        few = near.few(changes)
+        if {*changes.values()} == {None} and not few:  # at worst; more than the plan may be wrong
             advice += f"\n{TRIED}{_told(changes)}"
         else:
-            lines, fix, advice = [*lines, TRIED + _told(changes)], "", ""
+            lines, fix, advice = [*lines, *few, TRIED + _told(changes)], "", ""
         break
     error.args = ("\n".join(lines) + fix + advice,)
 
@@ -177,10 +178,29 @@ class _Near:
         """Yields changes of the plan, the likeliest first; at last without all that is near."""
         known = {key: path for key, path in self._paths.items() if key in self._styles}
         yield from islice(self._likely(), _PLANS)
-        named = [key for key, path in known.items() if path.split(".")[-1] in self._place.words]
-        for keys in (named, [*known]):
+        for keys in (self._named(known), self._few(), known):
             if 0 < len(keys) < len(self._styles):
                 yield dict.fromkeys(keys)
+
+    def few(self, keys: Collection[str]) -> list[str]:
+        """Says of how few outputs several modules are that are left out, as keys and values."""
+        if len(keys) < 2 or {*keys} != {*self._few()}:
+            return []
+        outputs = next(iter(self._modules[self._paths[next(iter(keys))]].parameters())).shape[0]
+        names = " and ".join(map(repr, keys))
+        return [f"  {names} have {outputs} outputs on one device, too few for heads on each rank"]
+
+    def _few(self) -> list[str]:
+        named = {self._alike(self._paths[key]) for key in self._named(self._paths)}
+        return [key for key, path in self._paths.items() if self._alike(path) in named]
+
+    def _named(self, keys: Iterable[str]) -> list[str]:
+        names = {key: self._paths[key].split(".")[-1] for key in keys if key in self._styles}
+        return [key for key, name in names.items() if name in self._place.words]
+
+    def _alike(self, path: str) -> tuple[object, ...]:
+        shapes = [x.shape for x in self._modules[path].parameters()]
+        return repr(self._styles.get(self._key(path))), *shapes
 
     def _likely(self) -> Iterator[Changes]:
         divided = self._divided()

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -183,6 +183,57 @@ def test_heads_that_do_not_divide_leave_out_all_of_their_module() -> None:
     with pytest.raises(ShardMapError) as caught:
         parallelize(module, mesh, llama_plan(parallel))(torch.arange(8).view(2, 4))
     golden.hold("wrong_plans.txt", "heads that do not divide", str(caught.value))
+
+
+class FewHeads(nn.Module):
+    """Four heads of queries in as many groups as there are heads of keys."""
+
+    def __init__(self, kv_heads: int, expands: bool) -> None:
+        super().__init__()
+        self.expands = expands
+        self.q, self.o = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.k, self.v = nn.Linear(8, 4 * kv_heads), nn.Linear(8, 4 * kv_heads)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, -1, 4).transpose(1, 2)
+        k = self.k(x).view(b, t, -1, 4).transpose(1, 2)
+        v = self.v(x).view(b, t, -1, 4).transpose(1, 2)
+        if self.expands:
+            k, v = k.expand_as(q), v.expand_as(q)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+ATTENTION: Final = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+
+
+@pytest.mark.usefixtures("repairs")
+@pytest.mark.parametrize("expands", [True, False])
+def test_keys_of_one_head_are_left_out_together_with_the_values(expands: bool) -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    torch.manual_seed(0)
+    own, x = FewHeads(1, expands), torch.randn(2, 6, 8).double()
+    with pytest.raises(ShardMapError) as caught:
+        parallelize(copy.deepcopy(own), mesh, ATTENTION)(x)
+    golden.hold("wrong_plans.txt", "one head of keys", str(caught.value))
+    ours = parallelize(copy.deepcopy(own), mesh, {"q": "colwise", "o": "rowwise"})
+    results = []
+    for model in (ours, own):
+        y = model(x)
+        y.square().sum().backward()
+        results.append([full(y), *(full(each.grad) for each in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
+def test_heads_of_keys_that_divide_stay_in_the_plan() -> None:
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    own, x = FewHeads(2, False), torch.randn(2, 6, 8).double()
+    torch.testing.assert_close(full(parallelize(copy.deepcopy(own), mesh, ATTENTION)(x)), own(x))
+    with pytest.raises(ShardMapError, match="heads on a rank do not belong together"):
+        parallelize(own, mesh, {"q": "colwise", "o": "rowwise"})(x)
 
 
 def test_a_module_that_fails_on_one_device_is_told_nothing_of_plans() -> None:
