@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardmap_torch import CollectiveError, P, ShardTypeError, lax, make_mesh, shard_map
 from shardmap_torch.mesh import Mesh
-from tests.support.golden import unplaced
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 Strategy = Literal["vmap", "ranks"]
@@ -213,66 +213,26 @@ def test_pbroadcast_is_the_psum_of_the_masked_value(strategy: Strategy) -> None:
     torch.testing.assert_close(gradient(lambda x: lax.pbroadcast(x, "i", 2)), gradient(masked))
 
 
-ERRORS: list[tuple[str, str]] = [
-    (
-        "lax.psum(x, 'j')",
-        "psum: no axis 'j' in the simulated mesh (i=4).\n"
-        "Fix: name one of the axes that the body has, 'i'.",
-    ),
-    (
-        "lax.psum(x, 'i', src='equal')",
-        "psum: src='equal' is none of invarying, reduced, varying, unreduced.",
-    ),
-    (
-        "lax.pmax(x, 'i', src='unreduced')",
-        "pmax: src='unreduced' is none of invarying, reduced, varying.",
-    ),
-    (
-        "lax.psum(x, 'i', axis_index_groups=[[0, 1], [2, 3]])",
-        "psum: axis_index_groups=[[0, 1], [2, 3]] splits 'i', and each group would have a result "
-        "of its own. Give the groups an axis of their own, by make_mesh(..., views=), and name the "
-        "other one here.",
-    ),
-    (
-        "lax.all_gather(x, 'i', to='unreduced')",
-        "all_gather: to='unreduced' is none of varying, reduced, invarying.",
-    ),
-    (
-        "lax.psum_scatter(x, 'i')",
-        "psum_scatter: scatter_dimension has size 3, not 4, the number of ranks of 'i', as "
-        "tiled=False needs.",
-    ),
-    (
-        "lax.all_to_all(x, 'i', 0, 0)",
-        "all_to_all: split_axis has size 3, not 4, the number of ranks of 'i', as tiled=False "
-        "needs.",
-    ),
-    (
-        "lax.pswapaxes(x, 'i', 1)",
-        "all_to_all: split_axis=1 is no dim of the operand; it has 1 dims.",
-    ),
-    (
-        "lax.pshuffle(x, 'i', [0, 1, 1, 2])",
-        "pshuffle: perm=[0, 1, 1, 2] is no permutation of the 4 ranks of 'i'.",
-    ),
-    (
-        "lax.pcast(x, 'i', to='invarying')",
-        "pcast: to='invarying' is none of varying, reduced, unreduced.",
-    ),
-    (
-        "lax.pcast(x, 'i', to='reduced', src='varying')",
-        "pcast does not go from varying to reduced; it goes invarying -> varying, invarying -> "
-        "reduced, reduced -> varying, varying -> unreduced.",
-    ),
-    ("lax.psum('x', 'i')", "psum takes tensors, or pytrees of them, not str ('x')."),
+ERRORS = [
+    "lax.psum(x, 'j')",
+    "lax.psum(x, 'i', src='equal')",
+    "lax.pmax(x, 'i', src='unreduced')",
+    "lax.psum(x, 'i', axis_index_groups=[[0, 1], [2, 3]])",
+    "lax.all_gather(x, 'i', to='unreduced')",
+    "lax.psum_scatter(x, 'i')",
+    "lax.all_to_all(x, 'i', 0, 0)",
+    "lax.pswapaxes(x, 'i', 1)",
+    "lax.pshuffle(x, 'i', [0, 1, 1, 2])",
+    "lax.pcast(x, 'i', to='invarying')",
+    "lax.pcast(x, 'i', to='reduced', src='varying')",
+    "lax.psum('x', 'i')",
 ]
 
 
-@pytest.mark.parametrize(("expression", "text"), ERRORS, ids=[e for e, _ in ERRORS])
-def test_misuse_is_told_in_full(expression: str, text: str) -> None:
-    with pytest.raises(CollectiveError) as error:
+@pytest.mark.parametrize("expression", ERRORS)
+def test_misuse_is_told_in_full(expression: str) -> None:
+    with told(CollectiveError):
         per_rank(lambda x: evaluate(expression, x), torch.zeros(4, 3), "vmap")
-    assert unplaced(error.value) == text
 
 
 @pytest.mark.parametrize("name", ["psum", "pmax"])

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardmap_torch import Mesh, MeshError, current_mesh, make_mesh, use_mesh
 from shardmap_torch.control.groups import TORCHRUN_VARIABLES
 from shardmap_torch.mesh import as_mesh
+from tests.support.golden import told
 from tests.support.pool import GLOO_TIMEOUT, Gloo
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
@@ -53,72 +54,30 @@ def test_meshes_of_one_layout_are_equal_and_print_their_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    "make",
     [
-        (lambda: make_mesh((2,), "tp"), "axis_names must be a sequence of names, not 'tp'."),
-        (lambda: make_mesh((2,)), "axis_names must be a sequence of names, not None."),
-        (
-            lambda: make_mesh((2, 2), ("tp",)),
-            "2 sizes (2, 2) but 1 axis names ('tp',).",
-        ),
-        (
-            lambda: make_mesh((), ()),
-            "A mesh needs at least one axis; use size 1 for a single rank.",
-        ),
-        (
-            lambda: make_mesh((2, 2), ("tp", "tp")),
-            "Axis names must be different non-empty strings, not ('tp', 'tp').",
-        ),
-        (
-            lambda: make_mesh((2,), ("",)),
-            "Axis names must be different non-empty strings, not ('',).",
-        ),
-        (
-            lambda: make_mesh((2, 2), ("tp", 1)),  # type: ignore[arg-type]
-            "Axis names must be different non-empty strings, not ('tp', 1).",
-        ),
-        (
-            lambda: make_mesh((0, 2), ("dp", "tp")),
-            "Axis sizes must be integers of at least 1, not (0, 2).",
-        ),
-        (
-            lambda: make_mesh((2.0,), ("tp",)),  # type: ignore[arg-type]
-            "Axis sizes must be integers of at least 1, not (2.0,).",
-        ),
-        (
-            lambda: make_mesh(2, ("tp",)),  # type: ignore[arg-type]
-            "shape must be a sequence of sizes or a DeviceMesh, not 2.",
-        ),
-        (
-            lambda: make_mesh((2,), ("tp",), kind="real"),  # type: ignore[arg-type]
-            "kind='real' is none of simulated, process_group, abstract.",
-        ),
-        (
-            lambda: make_mesh((2,), ("tp",), simulate="threads"),  # type: ignore[arg-type]
-            "simulate='threads' is none of auto, vmap, ranks.",
-        ),
-        (
-            lambda: as_mesh("tp"),  # type: ignore[arg-type]
-            "A mesh is made by make_mesh or is a DeviceMesh, not 'tp'.",
-        ),
-        (
-            lambda: make_mesh((2,), ("tp",), kind="simulated").group(("tp",)),
-            "A simulated mesh has no process groups.",
-        ),
-        (
-            lambda: make_mesh((2,), ("tp",), kind="process_group"),
-            "A process_group mesh needs torch.distributed, which nothing has started, and "
-            "torchrun's environment lacks RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Start the "
-            'script with `torchrun --nproc-per-node N script.py`, or use kind="simulated".',
-        ),
+        lambda: make_mesh((2,), "tp"),
+        lambda: make_mesh((2,)),
+        lambda: make_mesh((2, 2), ("tp",)),
+        lambda: make_mesh((), ()),
+        lambda: make_mesh((2, 2), ("tp", "tp")),
+        lambda: make_mesh((2,), ("",)),
+        lambda: make_mesh((2, 2), ("tp", 1)),  # type: ignore[arg-type]
+        lambda: make_mesh((0, 2), ("dp", "tp")),
+        lambda: make_mesh((2.0,), ("tp",)),  # type: ignore[arg-type]
+        lambda: make_mesh(2, ("tp",)),  # type: ignore[arg-type]
+        lambda: make_mesh((2,), ("tp",), kind="real"),  # type: ignore[arg-type]
+        lambda: make_mesh((2,), ("tp",), simulate="threads"),  # type: ignore[arg-type]
+        lambda: as_mesh("tp"),  # type: ignore[arg-type]
+        lambda: make_mesh((2,), ("tp",), kind="simulated").group(("tp",)),
+        lambda: make_mesh((2,), ("tp",), kind="process_group"),
     ],
 )
-def test_a_bad_mesh_is_refused(make: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_mesh_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in TORCHRUN_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(MeshError) as caught:
+    with told(MeshError):
         make()
-    assert str(caught.value) == text
 
 
 def test_without_process_groups_a_mesh_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

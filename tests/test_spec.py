@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardmap_torch import I, P, Partial, R, S, SpecError
 from shardmap_torch.core.tree import flatten
 from shardmap_torch.spec import mismatches
+from tests.support.golden import told
 
 AXES = ("a", "b", "c", "d")
 
@@ -74,30 +75,20 @@ def test_a_spec_cannot_be_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    "make",
     [
-        (
-            lambda: P(cast(Any, 3)),
-            "P takes an axis name, a tuple of axis names or None for a dim, not 3.",
-        ),
-        (
-            lambda: P(cast(Any, ("a", 3))),
-            "P takes an axis name, a tuple of axis names or None for a dim, not ('a', 3).",
-        ),
-        (lambda: P(replicate=cast(Any, [1])), "P(replicate=...) takes axis names, not [1]."),
-        (lambda: P(partial=cast(Any, 3)), "P(partial=...) takes axis names, not 3."),
-        (lambda: P("a", "a"), "P('a', 'a') names 'a' more than once."),
-        (lambda: P(("b", "b")), "P(('b', 'b')) names 'b' more than once."),
-        (
-            lambda: P(("a", "b"), replicate="b", partial="a"),
-            "P(('a', 'b'), replicate={'b'}, partial={'a'}) names 'a', 'b' more than once.",
-        ),
+        lambda: P(cast(Any, 3)),
+        lambda: P(cast(Any, ("a", 3))),
+        lambda: P(replicate=cast(Any, [1])),
+        lambda: P(partial=cast(Any, 3)),
+        lambda: P("a", "a"),
+        lambda: P(("b", "b")),
+        lambda: P(("a", "b"), replicate="b", partial="a"),
     ],
 )
-def test_what_is_no_spec_is_refused(make: Any, text: str) -> None:
-    with pytest.raises(SpecError) as caught:
+def test_what_is_no_spec_is_refused(make: Any) -> None:
+    with told(SpecError):
         make()
-    assert str(caught.value) == text
 
 
 def test_misfits_show_the_arithmetic_of_every_dim() -> None:

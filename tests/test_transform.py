@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -511,50 +511,24 @@ def nested_twice() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    ("call", "error"),
     [
         (
             lambda: shard_map(torch.neg, mesh=GRID, in_specs=P(), out_specs=P(), axis_names={"pp"})(
                 X
             ),
             SpecError,
-            "neg: axis_names has ['pp'], but the axes are ('dp', 'tp').",
         ),
-        (
-            lambda: shard_map(3, mesh=GRID, in_specs=P(), out_specs=P()),  # type: ignore[arg-type]
-            SpecError,
-            "shard_map takes a function, not 3; specs are keyword arguments.",
-        ),
-        (
-            lambda: shard_map(torch.neg, mesh=GRID, in_specs=[P()], out_specs=P()),
-            SpecError,
-            "in_specs takes one P for all arguments, a tuple with one spec per argument, or a dict "
-            "by parameter name, not [P()].",
-        ),
-        (
-            nested_with(axis_names={"dp"}),
-            SpecError,
-            "neg: axis_names has ['dp']; the enclosing body has bound ['dp'].",
-        ),
-        (
-            nested_twice,
-            SpecError,
-            "neg: no axis is left; the enclosing body has bound ['dp', 'tp'].",
-        ),
-        (
-            nested_with(mesh=make_mesh((4,), ("tp",), kind="simulated")),
-            MeshError,
-            "A shard_map inside the body of another one runs on its mesh, the simulated mesh "
-            "(dp=2, tp=2); it cannot use the simulated mesh (tp=4).",
-        ),
+        (lambda: shard_map(cast(Any, 3), mesh=GRID, in_specs=P(), out_specs=P()), SpecError),
+        (lambda: shard_map(torch.neg, mesh=GRID, in_specs=[P()], out_specs=P()), SpecError),
+        (nested_with(axis_names={"dp"}), SpecError),
+        (nested_twice, SpecError),
+        (nested_with(mesh=make_mesh((4,), ("tp",), kind="simulated")), MeshError),
     ],
 )
-def test_misuse_of_shard_map_is_explained(
-    call: Callable[[], Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error) as caught:
+def test_misuse_of_shard_map_is_explained(call: Callable[[], Any], error: type[Exception]) -> None:
+    with told(error):
         call()
-    assert str(caught.value) == text
 
 
 @SIMULATED

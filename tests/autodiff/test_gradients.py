@@ -28,6 +28,7 @@ from shardmap_torch import (
     vjp,
 )
 from shardmap_torch.optim import sgd
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 Params = dict[str, Any]
@@ -298,52 +299,19 @@ def identity(x: Any) -> Any:
     return x
 
 
-ERRORS: list[tuple[Callable[[], Any], str]] = [
-    (
-        lambda: grad(identity)(torch.ones(2)),
-        "grad of identity: it must return a floating scalar, a tensor of shape [], not "
-        "float32[2]. With has_aux=True it may return more.",
-    ),
-    (
-        lambda: grad(lambda x: 3)(torch.tensor(1.0)),  # type: ignore[arg-type, return-value]
-        "grad of <lambda>: it must return a floating scalar, a tensor of shape [], not a int. "
-        "With has_aux=True it may return more.",
-    ),
-    (
-        lambda: grad(identity)({"a": torch.ones(2, dtype=torch.int64), "b": [3]}),
-        "identity can be differentiated with respect to floating tensors only; leave these out, "
-        "or name other argnums:\n"
-        "  argument 0['a']: is int64[2]\n"
-        "  argument 0['b'][0]: is a int",
-    ),
-    (
-        lambda: grad(identity, 2)(torch.tensor(1.0)),
-        "grad of identity: argnums=2 names no argument among the 1 positional ones of this call.",
-    ),
-    (
-        lambda: grad(identity, (0, -1))(torch.tensor(1.0)),
-        "grad of identity: argnums=(0, -1) names an argument twice.",
-    ),
-    (
-        lambda: grad(identity, has_aux=True)(torch.tensor(1.0)),
-        "identity is differentiated with has_aux=True, so it must return a pair, the result and "
-        "the rest; it returned a Tensor.",
-    ),
-    (
-        lambda: vjp(lambda x: (x, 3), torch.tensor(1.0)),
-        "vjp of <lambda>: the result has leaves of type int; return tensors only, and the rest "
-        "with has_aux=True.",
-    ),
-    (
-        lambda: vjp(identity, torch.tensor(1.0))[1]((torch.tensor(1.0),)),
-        "vjp of identity: the cotangents have the structure PyTreeSpec((*,)), the result has "
-        "PyTreeSpec(*).",
-    ),
+ERRORS: list[Callable[[], Any]] = [
+    lambda: grad(identity)(torch.ones(2)),
+    lambda: grad(lambda x: 3)(torch.tensor(1.0)),  # type: ignore[arg-type, return-value]
+    lambda: grad(identity)({"a": torch.ones(2, dtype=torch.int64), "b": [3]}),
+    lambda: grad(identity, 2)(torch.tensor(1.0)),
+    lambda: grad(identity, (0, -1))(torch.tensor(1.0)),
+    lambda: grad(identity, has_aux=True)(torch.tensor(1.0)),
+    lambda: vjp(lambda x: (x, 3), torch.tensor(1.0)),
+    lambda: vjp(identity, torch.tensor(1.0))[1]((torch.tensor(1.0),)),
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), ERRORS, ids=[text[:40] for _, text in ERRORS])
-def test_misuse_is_refused_and_says_why(call: Callable[[], Any], text: str) -> None:
-    with pytest.raises(TransformError) as error:
+@pytest.mark.parametrize("call", ERRORS)
+def test_misuse_is_refused_and_says_why(call: Callable[[], Any]) -> None:
+    with told(TransformError):
         call()
-    assert str(error.value) == text

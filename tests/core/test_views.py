@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmap_torch import Mesh, MeshError, make_mesh
+from tests.support.golden import told
 
 FACTORS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=4)
 
@@ -55,26 +56,16 @@ def test_a_flattened_axis_is_a_view() -> None:
 
 
 @pytest.mark.parametrize(
-    ("views", "text"),
+    "views",
     [
-        ({"a": 8}, "views must be a sequence of dicts from names to sizes, not {'a': 8}."),
-        ([8], "A view must be a dict from names to sizes, not 8."),
-        ([{"a": 0}], "Axis sizes must be integers of at least 1, not (0,)."),
-        ([{"a": 4}], "The view {'a': 4} has 4 ranks, and the mesh 12."),
-        (
-            [{"a": 6, "tp": 2}],
-            "Views of a mesh name two axes alike: 'tp' (3 ranks, 1 apart) and 'tp' (2 ranks, 1 "
-            "apart).",
-        ),
-        (
-            [{"a": 6, "b": 2}],
-            "The axes of a mesh's views must be made of common parts: 'tp' (3 ranks, 1 apart), "
-            "'dp' (4 ranks, 3 apart), 'b' (2 ranks, 1 apart), 'a' (6 ranks, 2 apart) are not, "
-            "since blocks of 2 ranks do not divide those of 3.",
-        ),
+        {"a": 8},
+        [8],
+        [{"a": 0}],
+        [{"a": 4}],
+        [{"a": 6, "tp": 2}],
+        [{"a": 6, "b": 2}],
     ],
 )
-def test_views_that_do_not_match_are_refused(views: object, text: str) -> None:
-    with pytest.raises(MeshError) as caught:
+def test_views_that_do_not_match_are_refused(views: object) -> None:
+    with told(MeshError):
         make_mesh((4, 3), ("dp", "tp"), kind="abstract", views=views)  # type: ignore[arg-type]
-    assert str(caught.value) == text

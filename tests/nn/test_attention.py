@@ -13,6 +13,7 @@ from shardmap_torch import I, LayerError, P, R, convert, make_mesh, shard_map, v
 from shardmap_torch.nn import attention, own_kv_heads
 from shardmap_torch.nn.attention import selected_heads
 from tests.nn.support.cases import Case, budget, mapped, random
+from tests.support.golden import told
 
 Q, K, V = random(4, 6, 4, 2), random(4, 6, 2, 2, seed=1), random(4, 6, 2, 3, seed=2)
 Q8 = random(4, 6, 8, 2)
@@ -112,48 +113,28 @@ def test_the_choice_of_key_heads_keeps_its_promise(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "text"),
+    "shapes",
     [
-        (
-            [(2, 3), (2, 3), (2, 3)],
-            "attention takes q [..., t, h, d], k [..., s, g, d] and v [..., s, g, e], not "
-            "q [2, 3], k [2, 3], v [2, 3].",
-        ),
-        (
-            [(2, 3, 4), (2, 2, 4), (2, 2, 4)],
-            "attention: q [2, 3, 4], k [2, 2, 4], v [2, 2, 4]: the key heads (dimension -2) must "
-            "divide the query heads, and the last dimension of q and k must be the same. Where "
-            "key heads are fewer than ranks, use own_kv_heads.",
-        ),
+        [(2, 3), (2, 3), (2, 3)],
+        [(2, 3, 4), (2, 2, 4), (2, 2, 4)],
     ],
 )
-def test_shapes_that_do_not_match_are_refused(shapes: list[tuple[int, ...]], text: str) -> None:
-    with pytest.raises(LayerError) as error:
+def test_shapes_that_do_not_match_are_refused(shapes: list[tuple[int, ...]]) -> None:
+    with told(LayerError):
         attention(*(torch.ones(shape) for shape in shapes))
-    assert str(error.value) == text
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "text"),
+    "num_heads",
     [
-        (
-            2**61 - 1,
-            "own_kv_heads: 2305843009213693951 query heads do not divide over the 2 ranks of 'tp' "
-            "(2305843009213693951 = 1152921504606846975*2 + 1). Use a number of ranks that divides "
-            "2305843009213693951: one of [1].",
-        ),
-        (
-            8,
-            "own_kv_heads: 8 query heads are no multiple of the key heads of [1, 3, 2], which are "
-            "its dimension -2.",
-        ),
+        2**61 - 1,
+        8,
     ],
 )
-def test_heads_that_do_not_divide_are_refused_with_what_does(num_heads: int, text: str) -> None:
+def test_heads_that_do_not_divide_are_refused_with_what_does(num_heads: int) -> None:
     mesh = make_mesh((2,), ("tp",), kind="simulated")
     f = shard_map(
         lambda kv: own_kv_heads(kv, "tp", num_heads), mesh=mesh, in_specs=P(), out_specs=P("tp")
     )
-    with pytest.raises(LayerError) as error:
+    with told(LayerError):
         f(torch.ones(1, 3, 2))
-    assert str(error.value) == text

@@ -158,23 +158,15 @@ def test_a_length_without_two_chunks_for_each_rank_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    "options",
     [
-        (
-            {"balanced": True},
-            "ring_attention: balanced=True is for causal attention, and needs positions=, this "
-            "rank's part of head_tail_order(length, num_ranks).",
-        ),
-        (
-            {"positions": torch.arange(4)},
-            "ring_attention: positions [4] must be [8], one for each of this rank's.",
-        ),
+        {"balanced": True},
+        {"positions": torch.arange(4)},
     ],
 )
-def test_positions_that_do_not_match_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(LayerError) as error:
+def test_positions_that_do_not_match_are_refused(options: dict[str, Any]) -> None:
+    with told(LayerError):
         ring_attention(Q, K, V, "tp", **options)
-    assert str(error.value) == text
 
 
 @pytest.mark.parametrize("f", [ring_attention, ulysses_attention])

@@ -179,24 +179,20 @@ def test_the_rule_of_the_grouped_product_is_that_of_its_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "text"),
+    "shapes",
     [
-        (((4, 3), (2, 2, 5), (2,)), "[4, 3], [2, 2, 5], [2], None"),
-        (((4, 3), (3, 5), (2,)), "[4, 3], [3, 5], [2], None"),
-        (((4, 3), (2, 3, 5), (3,)), "[4, 3], [2, 3, 5], [3], None"),
-        (((4, 3), (2, 3, 5), (2,), (5,)), "[4, 3], [2, 3, 5], [2], [5]"),
+        ((4, 3), (2, 2, 5), (2,)),
+        ((4, 3), (3, 5), (2,)),
+        ((4, 3), (2, 3, 5), (3,)),
+        ((4, 3), (2, 3, 5), (2,), (5,)),
     ],
 )
 def test_shapes_of_a_grouped_layer_that_do_not_match_are_refused(
-    shapes: tuple[tuple[int, ...], ...], text: str
+    shapes: tuple[tuple[int, ...], ...],
 ) -> None:
     rows, weight, sizes, *bias = (torch.zeros(shape) for shape in shapes)
-    with pytest.raises(LayerError) as caught:
+    with told(LayerError):
         grouped_linear(rows, weight, sizes, bias=bias[0] if bias else None)
-    assert str(caught.value) == (
-        "grouped_linear takes rows [r, d], weight [g, d, f], sizes [g] and bias [g, f] or None, "
-        f"not {text}."
-    )
 
 
 def test_more_rows_than_there_are_are_refused() -> None:

@@ -24,6 +24,7 @@ from shardmap_torch import (
 from shardmap_torch.nn import vocab_parallel_embedding
 from shardmap_torch.nn.embedding import own_embeddings
 from tests.nn.support.cases import Case, budget, integers, over_dp, random
+from tests.support.golden import told
 
 IDS, TABLE = integers(12, 4, 6), random(12, 8)
 
@@ -84,26 +85,12 @@ SPECS_TP = P(), P("tp")
 
 
 @pytest.mark.parametrize(
-    ("ids", "table", "dst", "text"),
+    ("ids", "table", "dst"),
     [
-        (
-            torch.zeros(2),
-            torch.zeros(4, 2),
-            I,
-            "vocab_parallel_embedding takes integer ids and a table [v/r, d], not ids of "
-            "torch.float32 and a table [4, 2].",
-        ),
-        (
-            torch.zeros(2, dtype=torch.int64),
-            torch.zeros(4, 2),
-            V,
-            "vocab_parallel_embedding: dst=V is none of I, R, S(dim), Partial.",
-        ),
+        (torch.zeros(2), torch.zeros(4, 2), I),
+        (torch.zeros(2, dtype=torch.int64), torch.zeros(4, 2), V),
     ],
 )
-def test_arguments_that_do_not_match_are_refused(
-    ids: Tensor, table: Tensor, dst: Any, text: str
-) -> None:
-    with pytest.raises(LayerError) as error:
+def test_arguments_that_do_not_match_are_refused(ids: Tensor, table: Tensor, dst: Any) -> None:
+    with told(LayerError):
         vocab_parallel_embedding(ids, table, "tp", dst=dst)
-    assert str(error.value) == text

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardmap_torch import I, LayerError, P, Partial, R, S, V, make_mesh, redistribute, shard_map
 from shardmap_torch.nn import column_linear, row_linear
 from tests.nn.support.cases import Case, budget, over_dp, random
+from tests.support.golden import told
 
 X, QKV, QKV_BIAS = random(4, 6, 8), random(8, 4, 3, 2), random(4, 3, 2)
 HEADS, OUT, OUT_BIAS = random(4, 6, 4, 2), random(4, 2, 8), random(8)
@@ -114,40 +115,17 @@ def call(f: Callable[..., Tensor], *args: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("f", "shapes", "text"),
+    ("f", "shapes"),
     [
-        (
-            lambda x, w: column_linear(x, w, "tp"),
-            [(2, 3), (4, 5)],
-            "column_linear: x [2, 3] has no last dimension of size 4, which weight [4, 5] "
-            "contracts. Shapes are those of one rank.",
-        ),
-        (
-            lambda x, w: column_linear(x, w, "tp", src=V),
-            [(2, 4), (4, 5)],
-            "column_linear: src=V is none of I, R, S(dim).",
-        ),
-        (
-            lambda x, w: column_linear(x, w, "tp", bias=x),
-            [(2, 4), (4, 5)],
-            "column_linear: biases have the shapes [[2, 4]], and the weights need [[5]].",
-        ),
-        (
-            lambda x, w: row_linear(x, w, "tp"),
-            [(4,), (4,)],
-            "row_linear: weight [4] has 1 dimensions, and needs at least 2: input features and "
-            "output features.",
-        ),
-        (
-            lambda x, w: row_linear(x, w, "tp", bias=w[0], bias_type=R),
-            [(2, 4), (4, 5)],
-            "row_linear: with dst=I the bias is I as well, not bias_type=R.",
-        ),
+        (lambda x, w: column_linear(x, w, "tp"), [(2, 3), (4, 5)]),
+        (lambda x, w: column_linear(x, w, "tp", src=V), [(2, 4), (4, 5)]),
+        (lambda x, w: column_linear(x, w, "tp", bias=x), [(2, 4), (4, 5)]),
+        (lambda x, w: row_linear(x, w, "tp"), [(4,), (4,)]),
+        (lambda x, w: row_linear(x, w, "tp", bias=w[0], bias_type=R), [(2, 4), (4, 5)]),
     ],
 )
 def test_arguments_that_do_not_match_are_refused_by_shape(
-    f: Callable[..., Tensor], shapes: list[tuple[int, ...]], text: str
+    f: Callable[..., Tensor], shapes: list[tuple[int, ...]]
 ) -> None:
-    with pytest.raises(LayerError) as error:
+    with told(LayerError):
         call(f, *(torch.ones(shape) for shape in shapes))
-    assert str(error.value) == text

@@ -168,17 +168,16 @@ def test_where_all_are_ignored_the_mean_is_nan_as_torchs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    "options",
     [
-        ({"reduction": "max"}, "reduction='max' is none of none, sum, mean."),
-        ({"label_smoothing": 1.5}, "label_smoothing=1.5 is not within 0 and 1."),
-        ({"z_loss": -1.0}, "z_loss=-1.0 is negative."),
+        {"reduction": "max"},
+        {"label_smoothing": 1.5},
+        {"z_loss": -1.0},
     ],
 )
-def test_arguments_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(LayerError) as error:
+def test_arguments_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with told(LayerError):
         vocab_parallel_cross_entropy(LOGITS, TARGETS, "tp", **options)
-    assert str(error.value) == f"vocab_parallel_cross_entropy: {text}"
 
 
 def test_targets_of_another_shape_are_refused() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardmap_torch import LayerError, P, make_mesh
 from shardmap_torch.nn import moe
 from tests.nn.support.cases import AXES, Case, budget, mapped, over_dp, random
+from tests.support.golden import told
 
 INPUTS = random(4, 6, 5), random(5, 4), random(4, 5, 3), random(4, 3, 5)
 BATCH = P(("dp", "tp"))
@@ -102,26 +103,15 @@ def test_even_loads_have_a_balance_of_1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_selected", "num_experts", "text"),
+    ("num_selected", "num_experts"),
     [
-        (
-            5,
-            4,
-            "moe takes x [b/n, t, d] and selects 1 to 4 experts, not x [1, 6, 5] and "
-            "num_selected=5.",
-        ),
-        (
-            1,
-            2,
-            "moe: 4 experts over 2 ranks of 'tp' are 2 on each, and the experts' leaves are "
-            "[[1, 3, 5], [1, 5, 3]].",
-        ),
+        (5, 4),
+        (1, 2),
     ],
 )
-def test_what_does_not_match_is_refused(num_selected: int, num_experts: int, text: str) -> None:
+def test_what_does_not_match_is_refused(num_selected: int, num_experts: int) -> None:
     body = partial(sharded, result=0, num_selected=num_selected)
     x, router, up, down = INPUTS
     wrong = Case(body, body, SPECS, BATCH, (x, router, up[:num_experts], down[:num_experts]))
-    with pytest.raises(LayerError) as error:
+    with told(LayerError):
         mapped(wrong, make_mesh((2, 2), AXES, kind="simulated"), check="local")(*wrong.inputs)
-    assert str(error.value) == text

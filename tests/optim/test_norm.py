@@ -29,6 +29,7 @@ from shardmap_torch.optim import adamw, clip_by_global_norm, clip_grad_norm_, gl
 from tests.optim.training import AXES, EXACT, MESH, SPECS, assert_equal, params
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
 from tests.programs.support.harness import random, worker_mesh
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 ORDERS = (1.0, 2.0, 3.0, math.inf)
@@ -252,30 +253,16 @@ def in_a_body(specs: Any) -> Any:
     return shard_map(body, mesh=mesh, in_specs=(P("tp"),), out_specs=P())({"w": torch.ones(2)})
 
 
-ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "order": (
-        lambda: global_norm([torch.ones(1)], ord=0.5),
-        OptimizerError,
-        "global_norm: ord=0.5 is no norm; it must be at least 1.",
-    ),
-    "empty": (lambda: global_norm({}), OptimizerError, "global_norm: the tree has no leaves."),
-    "no specs": (
-        lambda: in_a_body(None),
-        SpecError,
-        "global_norm: in a body it needs specs=: local tensors have no sharding.",
-    ),
-    "other tree": (
-        lambda: in_a_body({"v": P()}),
-        SpecError,
-        "global_norm: the specs do not match the tree:\n"
-        "  tree: no spec for ['w']; specs for absent ['v']",
-    ),
+ERRORS: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
+    "order": (lambda: global_norm([torch.ones(1)], ord=0.5), OptimizerError),
+    "empty": (lambda: global_norm({}), OptimizerError),
+    "no specs": (lambda: in_a_body(None), SpecError),
+    "other tree": (lambda: in_a_body({"v": P()}), SpecError),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_has_no_norm_is_an_error(name: str) -> None:
-    make, error, text = ERRORS[name]
-    with pytest.raises(error) as caught:
+    make, error = ERRORS[name]
+    with told(error):
         make()
-    assert str(caught.value) == text

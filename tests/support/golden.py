@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import pytest
+
+Error = TypeVar("Error", bound=BaseException)
 
 FOLDER: Final = Path(__file__).parents[1] / "golden"
 WRITES: Final = bool(os.environ.get("SHARDMAP_GOLDEN"))
@@ -25,9 +27,19 @@ def read(path: Path) -> dict[str, str]:
     return dict(part.rstrip("\n").split("\n", 1) for part in parts)
 
 
+_VARYING: Final = {
+    r"(\w+\.py):\d+": r"\1:LINE",
+    r"/\S*/pytest-of-\w+/pytest-\d+/(?:popen-\w+/)?": "TMP/",
+    r" at 0x[0-9a-f]+": "",
+}
+"""Line numbers, which every edit of a test changes, folders of tests, and addresses."""
+
+
 def without_lines(text: str) -> str:
-    """The text without line numbers, which every edit of a test changes."""
-    return re.sub(r"(\w+\.py):\d+", r"\1:LINE", text)
+    """The text without what differs from run to run."""
+    for pattern, instead in _VARYING.items():
+        text = re.sub(pattern, instead, text)
+    return text
 
 
 def unplaced(error: BaseException) -> str:
@@ -57,9 +69,9 @@ def hold_own(text: str, part: int = 1) -> None:
 
 @contextmanager
 def told(
-    kind: type[BaseException] | tuple[type[BaseException], ...], part: int = 1
-) -> Iterator[None]:
+    kind: type[Error] | tuple[type[Error], ...], part: int = 1
+) -> Iterator[pytest.ExceptionInfo[Error]]:
     """Expects an error whose whole text is that which is kept for the running test."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     hold_own(str(caught.value), part)

@@ -35,7 +35,7 @@ from shardmap_torch import (
     value_and_grad,
 )
 from shardmap_torch.optim import clip_by_global_norm, sgd, sync_gradients
-from tests.support.golden import hold
+from tests.support.golden import hold, told
 
 pytestmark = pytest.mark.usefixtures("repairs")
 
@@ -288,15 +288,15 @@ def test_an_inner_function_may_name_the_mesh_that_it_runs_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "text"),
+    "norm",
     [
-        (torch.nn.BatchNorm1d(8), "as of BatchNorm: shardmap_torch.nn.batch_norm returns the new"),
-        (torch.nn.BatchNorm1d(8, track_running_stats=False), "Compute it from those of all"),
+        torch.nn.BatchNorm1d(8),
+        torch.nn.BatchNorm1d(8, track_running_stats=False),
     ],
 )
-def test_a_batch_norm_says_what_to_do_about_its_statistics(norm: Any, text: str) -> None:
+def test_a_batch_norm_says_what_to_do_about_its_statistics(norm: Any) -> None:
     f = shard_map(lambda x: norm(x), mesh=MESH, in_specs=P("dp"), out_specs=P("dp"), check="global")
-    with pytest.raises(ShardTypeError, match=text):
+    with told(ShardTypeError):
         f(X)
 
 
@@ -416,18 +416,17 @@ def averages_by_torch(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("body", "text"),
+    "body",
     [
-        (averages_by_torch, "Fix: take ReduceOp.SUM in place of ReduceOp.AVG, which is right for"),
-        (lambda x: lax.pmean(x.square().sum(), "dp"), "Fix: take psum in place of pmean, which is"),
+        averages_by_torch,
+        lambda x: lax.pmean(x.square().sum(), "dp"),
     ],
 )
-def test_a_mean_of_what_is_to_be_added_is_told_as_it_is_written(body: Any, text: str) -> None:
+def test_a_mean_of_what_is_to_be_added_is_told_as_it_is_written(body: Any) -> None:
     options: Any = {"mesh": TWO, "in_specs": LINES, "out_specs": P(), "check": "global"}
     mapped: Any = shard_map(body, **options)
-    with pytest.raises(ShardTypeError) as error:
+    with told(ShardTypeError):
         mapped(ROWS)
-    assert text in str(error.value)
 
 
 def test_microbatches_of_rows_are_told_of_parts() -> None:

@@ -26,6 +26,7 @@ from shardmap_torch import (
 )
 from tests.checker.support.one_device import numbers
 from tests.programs.support.harness import global_value
+from tests.support.golden import told
 
 Body = Callable[..., Tensor]
 
@@ -97,27 +98,21 @@ def test_what_treats_all_of_another_axis_alike_is_that_of_one_rank(
     torch.testing.assert_close(found, alone)
 
 
-WRONG: Final[list[tuple[Body, str]]] = [
-    (lambda x: x - x.mean(0), "on one device|in one operand"),
-    (lambda x: x.flip(0), "flip is not what it is on one device"),
-    (lambda x: x + torch.arange(x.shape[0])[:, None, None], "counts the entries that a rank has"),
-    (lambda x: x * (axis_index("a") + 1.0), "over 'a' every rank has a value of its own"),
-    (lambda x: x.sum(0, keepdim=True).square().expand_as(x), "pending sum"),
-    (lambda x: x / x.shape[0], "multiple|times that value"),
-    (
-        lambda x: all_to_all(x, "b", split_dim=0, concat_dim=1).reshape_as(x),
-        "goes along dim 0, which is sharded over 'a'",
-    ),
-    (
-        lambda x: ragged_all_to_all(
-            x, "b", send_sizes=torch.ones(axis_size("b"), dtype=torch.int64), length=2
-        )[0],
-        "nothing is known of what it moves",
-    ),
+WRONG: Final[list[Body]] = [
+    lambda x: x - x.mean(0),
+    lambda x: x.flip(0),
+    lambda x: x + torch.arange(x.shape[0])[:, None, None],
+    lambda x: x * (axis_index("a") + 1.0),
+    lambda x: x.sum(0, keepdim=True).square().expand_as(x),
+    lambda x: x / x.shape[0],
+    lambda x: all_to_all(x, "b", split_dim=0, concat_dim=1).reshape_as(x),
+    lambda x: ragged_all_to_all(
+        x, "b", send_sizes=torch.ones(axis_size("b"), dtype=torch.int64), length=2
+    )[0],
 ]
 
 
-@pytest.mark.parametrize(("body", "text"), WRONG)
-def test_what_mixes_what_another_axis_shards_is_refused(body: Body, text: str) -> None:
-    with pytest.raises(ShardTypeError, match=text):
+@pytest.mark.parametrize("body", WRONG)
+def test_what_mixes_what_another_axis_shards_is_refused(body: Body) -> None:
+    with told(ShardTypeError):
         check_program(mapped(body, 2, (ROWS,), ROWS), X)

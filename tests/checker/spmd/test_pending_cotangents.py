@@ -24,6 +24,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.nn import fsdp_gather
 from tests.checker.support.one_device import assert_is_refused, numbers
+from tests.support.golden import told
 
 W, X = torch.arange(1.0, 5.0).double(), torch.arange(8.0).double().reshape(2, 4)
 
@@ -117,20 +118,17 @@ def unsummed(w: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    "body",
     [
-        (of_a_sum_that_is_done, "the I operand's gradient would differ between ranks"),
-        (of_a_sum_that_is_pending, "its addends are not yet summed"),
-        (of_code_that_is_not_linear, "the operation is not linear"),
-        (unsummed, "the operation is not linear"),
+        of_a_sum_that_is_done,
+        of_a_sum_that_is_pending,
+        of_code_that_is_not_linear,
+        unsummed,
     ],
 )
-def test_other_pull_backs_of_addends_are_refused(
-    body: Callable[[Tensor, Tensor], Tensor], reason: str
-) -> None:
-    with pytest.raises(ShardTypeError) as error:
+def test_other_pull_backs_of_addends_are_refused(body: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with told(ShardTypeError):
         on_mesh(body, P(), P(), "auto")
-    assert reason in str(error.value)
 
 
 def test_a_cotangent_that_each_rank_counts_by_itself_is_refused() -> None:

@@ -25,6 +25,7 @@ from shardmap_torch import (
     reinterpret,
     shard_map,
 )
+from tests.support.golden import told
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -124,10 +125,10 @@ def through_a_backward_that_is_not_linear(w: Tensor, x: Tensor) -> Tensor:
 
 
 WRONG: Final = [
-    (through_a_backward_that_is_not_linear, "over 'dp' it is the mean of a rank's part"),
-    (summed, "over 'dp' it is the sum of the means of all parts"),
-    (squared_before, "keeps the bits and changes the meaning"),
-    (other_loss_added_to_the_field, "over 'dp' it is the mean of a rank's part"),
+    through_a_backward_that_is_not_linear,
+    summed,
+    squared_before,
+    other_loss_added_to_the_field,
 ]
 
 
@@ -148,10 +149,10 @@ def test_the_gradient_of_a_local_mean_averaged_over_the_ranks_is_that_of_one_dev
     torch.testing.assert_close(mapped(step, dp)(W, X), want)
 
 
-@pytest.mark.parametrize(("step", "text"), WRONG)
-def test_another_multiple_of_the_gradient_is_refused(step: Step, text: str) -> None:
+@pytest.mark.parametrize("step", WRONG)
+def test_another_multiple_of_the_gradient_is_refused(step: Step) -> None:
     mapped(step, 2, check="local")(W, X)
-    with pytest.raises(ShardTypeError, match=text):
+    with told(ShardTypeError):
         mapped(step, 2)(W, X)
 
 

@@ -34,6 +34,7 @@ from shardmap_torch import (
 from tests.programs.support.everywhere import run_on, same
 from tests.programs.support.harness import random
 from tests.programs.support.ported import compare
+from tests.support.golden import told
 from tests.support.pool import Gloo
 
 AXES: Final = ("dp", "tp")
@@ -116,15 +117,15 @@ def asserted_too_early(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize(
-    ("body", "text"),
+    "body",
     [
-        (unreduced, "mul over axis 'tp' of Partial and Partial"),
-        (reduced_twice, r"takes Partial .* but its operand is R"),
-        (asserted_too_early, "Partial"),
+        unreduced,
+        reduced_twice,
+        asserted_too_early,
     ],
 )
-def test_a_quick_start_that_forgets_the_sum_is_refused(body: Any, text: str, check: Any) -> None:
+def test_a_quick_start_that_forgets_the_sum_is_refused(body: Any, check: Any) -> None:
     mesh = make_mesh((2, 4), AXES, kind="abstract")
     mapped = shard_map(body, mesh=mesh, in_specs=PENDING, out_specs=P(), check=check)
-    with pytest.raises(ShardTypeError, match=text):
+    with told(ShardTypeError):
         check_program(mapped, random((4,), 0).requires_grad_())
