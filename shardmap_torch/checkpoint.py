@@ -25,11 +25,10 @@ from shardmap_torch.collectives.protocol import is_checker
 from shardmap_torch.collectives.scope import Scope, current_scope, enter_scope
 from shardmap_torch.contracts import call_given
 from shardmap_torch.core.ambient import setting
-from shardmap_torch.core.autocasting import autocast_state, with_autocast
 from shardmap_torch.core.autograd_state import graph_nodes
 from shardmap_torch.core.closures import Closures
-from shardmap_torch.core.function_modes import with_function_modes
 from shardmap_torch.core.functorch import can_receive_gradient
+from shardmap_torch.core.modes import autocast_state, with_autocast, with_function_modes
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     TorchDispatchMode,

@@ -19,7 +19,7 @@ from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.ambient import ThreadStack
-from shardmap_torch.core.function_modes import FunctionMode
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.core.torch_private.engine import (
     TransformType,
     forward_level,

@@ -17,7 +17,7 @@ from shardmap_torch.backends.rank import LOCAL_MOVEMENTS, RankBackend, on_one_ra
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.collectives.scope import current_scope
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.function_modes import FunctionMode
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.core.source_location import Site, call_site
 from shardmap_torch.core.storage import spare
 from shardmap_torch.core.torch_private.engine import (

@@ -21,7 +21,7 @@ from shardmap_torch.backends.traffic import pass_door
 from shardmap_torch.collectives.operations import Collective
 from shardmap_torch.control.messages import by_ranks, ranks_text
 from shardmap_torch.core.ambient import ThreadStack
-from shardmap_torch.core.autocasting import State, autocast_state, with_autocast, without_autocast
+from shardmap_torch.core.modes import AutocastState, autocast_state, with_autocast, without_autocast
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import (
     TransformType,
@@ -313,7 +313,7 @@ class ThreadState:
 
     grad: bool
     inference: bool
-    autocast: State
+    autocast: AutocastState
     device: torch.device
     mesh: Mesh | None
 

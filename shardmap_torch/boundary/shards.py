@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardmap_torch.core.autocasting import without_autocast
+from shardmap_torch.core.modes import without_autocast
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh
 from shardmap_torch.spec import P

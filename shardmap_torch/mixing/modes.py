@@ -15,8 +15,8 @@ from shardmap_torch.checker.rules.infer import draws, may_draw, name_arguments
 from shardmap_torch.collectives.autograd import FunctorchForm
 from shardmap_torch.collectives.protocol import Drawing, Monitor, Redraws
 from shardmap_torch.core.dtensors import is_dtensor
-from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.functorch import base_of, levels
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.core.torch_private.engine import (
     OpOverload,
     TorchDispatchMode,

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from shardmap_torch.checker.queries import typeof
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.function_modes import FunctionMode
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.errors import CollectiveError, ShardTypeError, SpecError, show_shape
 from shardmap_torch.nn.embedding import own_embeddings

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from shardmap_torch.boundary.placements import spec_of
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.function_modes import FunctionMode
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.errors import SpecError
 from shardmap_torch.mesh import Mesh, as_mesh
 from shardmap_torch.nn import vocab_parallel_cross_entropy

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardmap_torch.checker.queries import dims_over
-from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.functorch import is_smooth
 from shardmap_torch.core.losses import count_of, options_of
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.core.tree import flatten, unflatten
 from shardmap_torch.nn import batch_norm
 from shardmap_torch.ops import all_reduce, axis_size, convert

@@ -14,7 +14,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from shardmap_torch.checkpoint import checkpoint
 from shardmap_torch.core.ambient import ThreadStack
-from shardmap_torch.core.function_modes import FunctionMode
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.core.torch_private.engine import GLOBAL_MODULE_HOOKS
 from shardmap_torch.errors import TransformError
 from shardmap_torch.parallel.pure import BoundModule

@@ -47,8 +47,8 @@ from shardmap_torch.checker.rewrites.copies import MAY_COPY
 from shardmap_torch.checker.rewrites.functions import METADATA
 from shardmap_torch.checker.rules.infer import tensors_of
 from shardmap_torch.collectives.autograd import FunctorchForm, apply_transformed
-from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.functorch import base_of, can_receive_gradient, levels, outer_grad_mode
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.core.source_location import call_site, is_own
 from shardmap_torch.core.torch_private.engine import (
     FakeTensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardmap_torch.checker.rewrites.copies import Host
-from shardmap_torch.core.autocasting import autocast_state
+from shardmap_torch.core.modes import autocast_state
 from shardmap_torch.core.torch_private.engine import (
     TransformType,
     retrieve_all_functorch_interpreters,

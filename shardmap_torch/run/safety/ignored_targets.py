@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardmap_torch.checker.spmd.ops.losses import READING_TARGETS
-from shardmap_torch.core.function_modes import FunctionMode
 from shardmap_torch.core.functorch import base_of
+from shardmap_torch.core.modes import FunctionMode
 from shardmap_torch.core.source_location import call_site
 from shardmap_torch.core.torch_private.engine import DisableTorchFunction
 from shardmap_torch.errors import ShardTypeError

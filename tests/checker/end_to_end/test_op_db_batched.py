@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from shardmap_torch import P, ShardMapError, make_mesh, shard_map
 from shardmap_torch.checker.ir.repairs import NONE
 from shardmap_torch.checker.verify.verdict import attempt
-from shardmap_torch.core.function_modes import LOST, FunctionMode
 from shardmap_torch.core.functorch import is_smooth
+from shardmap_torch.core.modes import LOST, FunctionMode
 from shardmap_torch.record.evaluation import Computer
 from shardmap_torch.record.recorder import ProgramRecorder
 from shardmap_torch.run.trials.draws import Like

@@ -1,9 +1,9 @@
-"""Function modes that get all arguments of the functions that they see."""
+"""Modes of torch that code runs under, and runs under again: function modes and autocast."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,4 +53,40 @@ def with_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
         for mode in modes:
             if id(mode) not in active:
                 stack.enter_context(mode)
+        yield
+
+
+AutocastState: TypeAlias = tuple[tuple[str, bool, torch.dtype], ...]
+"""Device types, with whether autocast is enabled there, and its dtype."""
+
+
+def autocast_state() -> AutocastState:
+    """Returns the state of this thread."""
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    states = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return tuple(states)
+
+
+@contextmanager
+def with_autocast(state: AutocastState) -> Iterator[None]:
+    """Restores a state in this context."""
+    with ExitStack() as stack:
+        for kind, enabled, dtype in state:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        yield
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Leaves dtypes alone: autocast promotes what `cat` and `stack` get, and refuses float16.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16), without_autocast():
+        ...     torch.stack([torch.ones(2, dtype=torch.float16)]).dtype
+        torch.float16
+    """
+    if not torch.is_autocast_enabled("cpu"):
+        yield
+        return
+    with torch.autocast("cpu", enabled=False):
         yield
