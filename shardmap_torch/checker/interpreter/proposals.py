@@ -192,6 +192,16 @@ def along_its_dims(interpreter: "Interpreter", x: Tensor, own: State, spec: P) -
             yield _instead(made.spot, made.collective, other)
 
 
+def _along_others(value: StorageType) -> Iterator[Repair]:
+    """Yields the collective that a value comes from along each of the other dims of its operand."""
+    made = _last_collective(value)
+    if made is not None and made.spot is not None and made.collective is not None:
+        for dim in range(len(made.operands[0].shape)):
+            other = replace(made.collective, dim=dim)
+            if other != made.collective and V in (other.src, other.dst):
+                yield _instead(made.spot, made.collective, other)
+
+
 def _last_collective(storage_type: StorageType) -> Equation | None:
     """Returns the collective from which a value comes, by first operands; of few steps."""
     for _ in range(6):
@@ -354,6 +364,7 @@ def note_operands(
     for name, x in _named(distinct(args, kwargs)):
         value = interpreter.known_storage_type(x) if x.layout is strided else None
         if value is not None:
+            vars(error).setdefault("proposals", []).extend(_along_others(value))
             origin = value.origin().removesuffix(f" at {site}")
             lines.append(f"  {name}: {show_shape(x.dtype, x.shape)}, from {origin}")
     if args and getattr(func, "__name__", "") in ("view", "reshape", "unflatten"):

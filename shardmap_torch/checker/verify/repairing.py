@@ -1,7 +1,7 @@
 """Searches for the repair that is printed with an error: changes of the program, tried in turn."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Final
@@ -83,9 +83,10 @@ def find_repair(
 def note_spec(
     call: Call, error: Exception, strictness: Strictness, attempt: Attempt, confirm: Confirm
 ) -> None:
-    """Adds to an error of the body's own, as about shapes, the spec with which there is none.
+    """Adds to an error of the body's own, as about shapes, the change with which there is none.
 
-    Inputs are tried first that are sharded otherwise than others of their sizes.
+    Other dims of the collectives that operands come from are tried first, then specs, of inputs
+    that are sharded otherwise than others of their sizes before the rest.
     """
     if _is_of_plan(call, error):
         return
@@ -100,7 +101,9 @@ def note_spec(
     inputs = sorted(call.crossing, key=differs, reverse=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for repair in islice(other_specs(call, inputs), _SHAPES if _TRIES else 0):
+        likely: Sequence[Repair] = vars(error).pop("proposals", ())
+        repairs = chain(likely, other_specs(call, inputs))
+        for repair in islice(repairs, _SHAPES if _TRIES else 0):
             if search.is_equal(repair, search.checked(repair)) is not False:
                 error.add_note(f"{TRIED}{repair.text}")
                 return
@@ -253,33 +256,41 @@ def replicated(spec: P | None, axis: str) -> P:
     return P(*spec.entries, replicate=replicate, invariant=invariant, partial=spec.partial)
 
 
-def other_specs(call: Call, inputs: Iterable[int]) -> Iterator[Repair]:
-    """Yields a spec for each of these inputs in turn, what inputs of its sizes have first."""
-    each = [_of(call, position) for position in inputs]
+def other_specs(call: Call, inputs: Collection[int]) -> Iterator[Repair]:
+    """Yields a spec for each of these inputs in turn, what inputs of its sizes have first.
+
+    After each of them, one for all inputs of its spec and shape, as keys and values.
+    """
+    alike: dict[object, list[int]] = {}
+    for at in call.crossing:
+        alike.setdefault((call.match.spec(at), call.leaves[at].shape), []).append(at)
+    several = [group for group in alike.values() if 1 < len(group) and {*group} & {*inputs}]
+    groups = [*([at] for at in inputs), *several]
+    each = [_of(call, group) for group in groups]
     return filter(None, chain.from_iterable(zip_longest(*each)))
 
 
-def _of(call: Call, position: int) -> Iterator[Repair]:
-    own, x = call.match.spec(position), call.leaves[position]
+def _of(call: Call, group: Sequence[int]) -> Iterator[Repair]:
+    own, x = call.match.spec(group[0]), call.leaves[group[0]]
     if own.partial:
         return
     plain = [(None,) * dim + (axis,) for dim in range(x.ndim) for axis in call.mapped]
-    for entries in dict.fromkeys([*_entries_of_others(call, position), *plain, ()]):
+    for entries in dict.fromkeys([*_entries_of_others(call, group), *plain, ()]):
         named = {axis for _, axes in P(*entries).sharded_dims for axis in axes}
         spec = P(*entries, replicate=own.replicate - named, invariant=own.invariant - named)
         fits = not mismatches(spec, tuple(x.shape), call.mesh.shape)
         if fits and spec.sharded_dims != own.sharded_dims:
-            text = f"{spec!r} for {call.match.paths[position]} in in_specs"
-            yield Repair(text, in_specs={position: spec})
+            names = " and ".join(call.match.paths[at] for at in group)
+            yield Repair(f"{spec!r} for {names} in in_specs", in_specs=dict.fromkeys(group, spec))
 
 
-def _entries_of_others(call: Call, position: int) -> list[tuple[Entry, ...]]:
-    """Returns how other inputs are sharded, those first whose sizes are like this one's."""
-    x = call.leaves[position]
+def _entries_of_others(call: Call, group: Sequence[int]) -> list[tuple[Entry, ...]]:
+    """Returns how other inputs are sharded, those first whose sizes are like these."""
+    x = call.leaves[group[0]]
 
     def unlike(other: int) -> tuple[bool, bool, bool]:
         y = call.leaves[other]
         return x.shape != y.shape, x.shape[:1] != y.shape[:1], x.ndim != y.ndim
 
-    others = [other for other in call.crossing if other != position]
+    others = [other for other in call.crossing if other not in group]
     return [call.match.spec(other).entries for other in sorted(others, key=unlike)]

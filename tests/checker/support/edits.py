@@ -232,8 +232,9 @@ def _replicate(tree: ast.AST, axis: str, label: str) -> None:
     _exchange(tree, spec, f"P(*({text}).entries, replicate={{*({text}).replicate, {axis}}})")
 
 
-def _in_specs(tree: ast.AST, new: str, label: str) -> None:
-    _exchange(tree, _in_spec(tree, label), new)
+def _in_specs(tree: ast.AST, new: str, labels: str) -> None:
+    for label in labels.split(" and "):
+        _exchange(tree, _in_spec(tree, label), new)
 
 
 def _out_specs(tree: ast.AST, new: str, path: str) -> None:
@@ -282,7 +283,7 @@ _FORMS: Final[tuple[tuple[str, Edit], ...]] = (
     (r"^(all_reduce\(loss, .+\)) for the loss that is differentiated" + _AT, _loss),
     (r"^replicate=\{(.+)\} in the spec of (.+)$", _replicate),
     (r"^(.+) for (out\S*) in out_specs$", _out_specs),
-    (r"^(.+) for (\S+) in in_specs$", _in_specs),
+    (r"^(.+?) for (.+) in in_specs$", _in_specs),
     (r"^all_reduce (.+) with (dst=I(?: and op='mean')?) before the return$", _before_return),
     (r"^return (.+)$", _return),
     (r"^leave out (\w+)" + _AT, _left_out),

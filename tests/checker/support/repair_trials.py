@@ -100,7 +100,11 @@ def fate_of(rejection: Rejection, repair: Repair) -> str:
     call = rejection.call
     leaves = [call.leaves[position] for position in call.crossing]
     positions = {position: at for at, position in enumerate(call.crossing)}
-    own = replace(repair, replicate={positions[at]: a for at, a in repair.replicate.items()})
+    own = replace(
+        repair,
+        in_specs={positions[at]: spec for at, spec in repair.in_specs.items()},
+        replicate={positions[at]: a for at, a in repair.replicate.items()},
+    )
 
     def body(*tensors: Tensor) -> Any:
         every = list(call.leaves)

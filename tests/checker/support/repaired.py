@@ -122,8 +122,8 @@ def _with(y: Tensor, x: Tensor, args: Any, kwargs: Any) -> Any:
 
 
 def repaired_specs(specs: Sequence[P], repair: Repair) -> tuple[P, ...]:
-    """The specs, with what is to be named in `replicate=`."""
-    found = list(specs)
+    """The specs, with others, and what is to be named in `replicate=`."""
+    found = [repair.in_specs.get(at, spec) for at, spec in enumerate(specs)]
     for position, axis in repair.replicate.items():
         spec = found[position]
         found[position] = P(

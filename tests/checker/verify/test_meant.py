@@ -1,6 +1,7 @@
 """Repairs that say what was meant in place of a wrong axis, dim, type or size: whole texts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -13,10 +14,12 @@ from shardmap_torch import (
     P,
     R,
     ShardTypeError,
+    V,
     all_gather,
     all_reduce,
     all_to_all,
     check_program,
+    convert,
     make_mesh,
     reduce_scatter,
     shard_map,
@@ -82,7 +85,20 @@ def does_so_twice(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return x + all_reduce(hidden(x, w).sin() @ v, "tp", dst=I)
 
 
+def repeats_heads_of_all_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    times = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(times, 1) for part in (k, v))
+    return functional.scaled_dot_product_attention(q, k, v)
+
+
+def does_so_by_products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    times = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(times, 1) for part in (k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
 Body = Callable[..., Tensor]
+_GROUPED: Final = (P(None, "tp"), P(), P()), P(None, "tp"), ((2, 8, 4, 4), *((2, 2, 4, 4),) * 2)
 _SEQUENCE: Final = P(None, "tp")
 Case = tuple[Body, tuple[int, int], Sequence[P], Any, Any]
 CASES: Final[dict[str, Case]] = {
@@ -110,6 +126,8 @@ CASES: Final[dict[str, Case]] = {
         SEQUENCES,
     ),
     "a residual": (adds_an_invariant_to_what_ranks_use, (1, 2), PARTS, P("dp"), DENSE),
+    "heads repeated": (repeats_heads_of_all_ranks, (1, 2), *_GROUPED),
+    "heads repeated by products": (does_so_by_products, (1, 2), *_GROUPED),
     "two residuals": (does_so_twice, (1, 2), PARTS, P("dp"), DENSE),
 }
 
@@ -130,6 +148,78 @@ def test_what_was_meant_is_named_and_right(name: str) -> None:
 
 def repair_of(error: Any) -> Any:
     return error.rejection.tried
+
+
+def scattered(dim: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = torch.relu(all_gather(x, "tp", dim=1, dst=R) @ up)
+    return x + reduce_scatter(h @ down, "tp", dim=dim)
+
+
+def normed(dim: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = torch.relu(all_gather(x, "tp", dim=1, dst=R) @ up)
+    y = reduce_scatter(h @ down, "tp", dim=dim) * 2
+    return x + functional.layer_norm(y, (4,))
+
+
+def joined(dim: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = torch.relu(all_gather(x, "tp", dim=1, dst=R) @ up)
+    y = reduce_scatter(h @ down, "tp", dim=dim)
+    return torch.cat([x, y], -1)
+
+
+def taken(dim: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = torch.relu(all_gather(x, "tp", dim=1, dst=R) @ up)
+    y = all_reduce(h @ down, "tp", dst=R)
+    return x + convert(y, "tp", src=R, dst=V, dim=dim)
+
+
+def exchanged(dim: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    y = all_to_all(x, "tp", split_dim=2, concat_dim=1)
+    return x + all_to_all(y, "tp", split_dim=dim, concat_dim=2)
+
+
+def without_another(dim: int, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = torch.relu(all_gather(x, "tp", dim=1, dst=R) @ up)
+    return reduce_scatter(h @ down, "tp", dim=dim) + x.new_zeros(5, 3, 4)
+
+
+ALONG: Final[dict[str, tuple[Callable[..., Tensor], int]]] = {
+    "a residual of scattered rows": (scattered, 0),
+    "a norm of scattered columns": (normed, 2),
+    "columns joined": (joined, 2),
+    "a residual of what is taken": (taken, 0),
+    "a residual of what is exchanged": (exchanged, 0),
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_shapes_that_do_not_meet_name_the_dim_of_a_collective(name: str) -> None:
+    body, wrong = ALONG[name]
+    specs, out = (P(None, "tp"), P(None, "tp"), P("tp")), P(None, "tp")
+    args = [torch.randn(s, dtype=torch.float64) for s in ((4, 6, 4), (4, 8), (8, 4))]
+    args = [x.requires_grad_() for x in args]
+    mesh, one = (make_mesh((n,), ("tp",), kind="simulated") for n in (2, 1))
+    with pytest.raises(RuntimeError) as error:
+        shard_map(partial(body, wrong), mesh=mesh, in_specs=specs, out_specs=out)(*args)
+    hold("meant.txt", name, error.value.__notes__[-1])
+    found, expected = (
+        shard_map(partial(body, 1), mesh=m, in_specs=specs, out_specs=out)(*args)
+        for m in (mesh, one)
+    )
+    torch.testing.assert_close(found, expected)
+    gradients = [
+        torch.autograd.grad(y.square().sum(), args, allow_unused=True) for y in (found, expected)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+def test_no_dim_is_named_where_none_is_right() -> None:
+    specs, out = (P(None, "tp"), P(None, "tp"), P("tp")), P(None, "tp")
+    args = [torch.randn(s, dtype=torch.float64) for s in ((4, 6, 4), (4, 8), (8, 4))]
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    with pytest.raises(RuntimeError) as error:
+        shard_map(partial(without_another, 0), mesh=mesh, in_specs=specs, out_specs=out)(*args)
+    assert not any("Tried" in note for note in error.value.__notes__)
 
 
 def by_its_number(x: Tensor) -> Tensor:
