@@ -161,6 +161,9 @@ class _Search:
             code = each.partition(" in place of ")[0]  # not the 0 of an index
             whole = text.replace(f"{code}, or dst=", "")  # of which that type is one of two
             failed += [each] * ("(" in code and code in whole and each not in failed)
+        for each in [x for x in failed if "dst=R" in x and x.replace("dst=R", "dst=I") in failed]:
+            failed.remove(each.replace("dst=R", "dst=I"))
+            failed[failed.index(each)] = each.replace("dst=R", "dst=R or dst=I")
         if failed and not self.undecided:
             text += f"\n{NOT_ENOUGH}{'; '.join(failed)}"
         self.error.args = (text,)

@@ -213,6 +213,19 @@ def test_shapes_that_do_not_meet_name_the_dim_of_a_collective(name: str) -> None
     torch.testing.assert_close(*gradients)
 
 
+def test_a_change_that_is_not_enough_is_told_once_for_both_types() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        best = (x @ w).argmax(-1).double()
+        return all_reduce(best.mean(), "tp", op="mean", dst=I)
+
+    mesh = make_mesh((2,), ("tp",), kind="simulated")
+    specs = P(), P(None, "tp")
+    mapped = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check="global")
+    with pytest.raises(ShardTypeError) as error:
+        mapped(torch.randn(8, 4).double(), torch.randn(4, 6).double())
+    hold("meant.txt", "the place of the largest", str(error.value))
+
+
 def test_no_dim_is_named_where_none_is_right() -> None:
     specs, out = (P(None, "tp"), P(None, "tp"), P("tp")), P(None, "tp")
     args = [torch.randn(s, dtype=torch.float64) for s in ((4, 6, 4), (4, 8), (8, 4))]

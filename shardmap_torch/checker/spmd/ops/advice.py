@@ -104,9 +104,10 @@ NORM: Final = (
 """Advice for the norm of a rank's part."""
 
 CUT: Final = (
-    "compare positions, in a sharded dim the rank's own, as rows[:, None] >= torch.arange(columns) "
-    "(<= for triu) with rows = torch.arange(n) + axis_index(axis) * n, and hide by "
-    "torch.where(mask, x, 0)."
+    "compare positions, in a sharded dim the rank's own: in place of ones(n, columns).tril() take "
+    "mask = rows[:, None] >= torch.arange(columns) (<= for triu), with rows = torch.arange(n) + "
+    "axis_index(axis) * n. Hide by x.masked_fill(~mask, -inf) before a softmax, logsumexp or max, "
+    "and by torch.where(mask, x, 0) before a sum or product."
 )
 """Advice for a triangle of a part of the rows or columns."""
 
