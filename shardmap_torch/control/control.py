@@ -27,6 +27,7 @@ from shardmap_torch.control.messages import (
     describe_ranks,
     difference,
     fix_of_torchs,
+    note_of_mixed,
     parting_of,
     ranks_text,
     shorten,
@@ -458,7 +459,9 @@ class Control:
         progress = self.progress
         if error is not None:
             progress.raised = progress.raised or describe_error(error)
-            if is_in_collective([frame for frame, _ in walk_tb(error.__traceback__)][::-1]):
+            if note := note_of_mixed(error):
+                error.add_note(note)
+            elif is_in_collective([frame for frame, _ in walk_tb(error.__traceback__)][::-1]):
                 posts = {**self._board.look(_GATHER), self.rank: progress.status()}
                 lines = ["The ranks:", *self._described(posts, ()), fix_of_torchs(error)]
                 error.add_note("\n".join(lines))

@@ -23,6 +23,14 @@ _SAME: Final = (
     "batches that a rank has, or by what is equal on all ranks, as full(loss); or rows by "
     "DistributedSampler, which pads."
 )
+BY: Final = " by "
+"""Stands in a step of an optimizer before its numbers."""
+
+_NUMBERS: Final = (
+    "Fix: what decides a number of an optimizer must be equal on all ranks: give a scheduler the "
+    "metric of all rows, as loss.item() of the parallelized module's loss, or full(metric), not "
+    "one of this rank's own rows, nor mesh.rank."
+)
 
 
 def fix_of(steps: Sequence[Step]) -> str:
@@ -81,6 +89,9 @@ def find_parting(trails: Mapping[int, Sequence[Step]]) -> Parting | None:
     left_out = {"delete": theirs, "insert": mine}.get(how)
     alone = [r for r in steps if left_out is not None and lines[r] != left_out]
     again = any(lines[r][at[r]] in lines[r][: at[r]] for r in alone)
+    whats = {step.what if step else "" for step in steps.values()}
+    if len({what.partition(BY)[0] for what in whats}) == 1 < len(whats):
+        return Parting(steps, alone, _NUMBERS)
     return Parting(steps, alone, _ALONE if alone and not again else _SAME)
 
 

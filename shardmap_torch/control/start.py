@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
@@ -23,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardmap_torch.control.control import Control
+from shardmap_torch.control.parting import BY
 from shardmap_torch.control.waiting import PeerWatch, within
 from shardmap_torch.core.dtensors import is_dtensor
 from shardmap_torch.core.source_location import users_part
@@ -150,12 +152,17 @@ def _note_updates() -> None:
             (x for group in optimizer.param_groups for x in group["params"]), None
         )
         if is_dtensor(parameter) and parameter.device_mesh.size() == control.size:
-            found = [group.get("lr") for group in optimizer.param_groups]
-            rates = dict.fromkeys([f"{rate}" for rate in found if isinstance(rate, float)])
-            by = f" by lr={', '.join(rates)}" * bool(rates)
+            groups = [_numbers(group) for group in optimizer.param_groups]
+            by = BY + "; ".join(dict.fromkeys(groups)) if any(groups) else ""
             control.note(f"a step of {type(optimizer).__name__}{by}")
 
     register_optimizer_step_post_hook(note)
+
+
+def _numbers(group: Mapping[str, Any]) -> str:
+    """Formats numbers that a scheduler may change, as `lr=0.1, momentum=0.9`."""
+    found = ((name, group.get(name)) for name in ("lr", "momentum", "betas", "weight_decay"))
+    return ", ".join([f"{name}={x}" for name, x in found if x and isinstance(x, float | tuple)])
 
 
 _GROUP: Final = "Starting the default process group"

@@ -1,10 +1,15 @@
 """Mesh: a grid of ranks, how they run, and the process groups along its axes."""
 
+import ast
+import linecache
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from math import prod
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakSet
 
@@ -17,6 +22,7 @@ from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import within
 from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.caching import Memo
+from shardmap_torch.core.source_location import Site, nodes_of, warn_at
 from shardmap_torch.errors import MeshError, show
 
 
@@ -38,6 +44,14 @@ class Count(int):
 
     def __rtruediv__(self, other: float) -> float:
         return other / self.here
+
+
+_SAMPLER: Final = r"[\w.]*Sampler\(.*\.(size|shape)\b"
+_SAMPLED: Final = (
+    "a simulated mesh has all ranks in one process, whose mesh.rank is 0: the sampler leaves out "
+    "the rows of all others.\nFix: sampler = DistributedSampler(...) if dist.is_initialized() else "
+    "None, and batches with the rows of all ranks; plain, for modules with dp= or fsdp=."
+)
 
 
 class Grid:
@@ -284,6 +298,9 @@ class Mesh(Grid):
                 "program. Use axis_index(axis), a tensor that varies; ask outside of the body "
                 "which process prints."
             )
+        if rank is None and self.size > 1 and not torch.compiler.is_compiling():
+            asking = sys._getframe(1)
+            _warn_of_sampler(asking.f_code, asking.f_lasti)
         return 0 if rank is None else rank
 
     def processes_of(self, ranks: Sequence[int]) -> list[int]:
@@ -421,3 +438,16 @@ class Mesh(Grid):
         """Formats it as `simulated mesh (dp=2, tp=4)`."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         return f"{self.kind} mesh ({sizes})"
+
+
+@cache
+def _warn_of_sampler(code: CodeType, at: int) -> None:
+    """Warns where a sampler would leave out the rows of all ranks but one, which no process has."""
+    line, end, *columns = (x or 0 for x in [*code.co_positions()][at // 2])
+    if "Sampler(" not in "".join(linecache.getlines(code.co_filename)[max(line - 6, 0) : line]):
+        return
+    for node in nodes_of(code.co_filename):
+        if isinstance(node, ast.Call) and re.match(_SAMPLER, ast.unparse(node)):
+            last = node.end_lineno or 0, node.end_col_offset or 0
+            if (node.lineno, node.col_offset) <= (line, columns[0]) and (end, columns[1]) <= last:
+                warn_at(Site(code.co_filename, line), _SAMPLED)

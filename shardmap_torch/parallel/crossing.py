@@ -23,7 +23,7 @@ from shardmap_torch.ops.body import axis_size, types_of
 from shardmap_torch.parallel.caches import spec_of_cached
 from shardmap_torch.parallel.equal_rows import warn_of_equal_rows
 from shardmap_torch.parallel.plan import Plan
-from shardmap_torch.parallel.styles import normalized, spec_of
+from shardmap_torch.parallel.styles import Left, normalized, spec_of
 from shardmap_torch.placing import from_local
 from shardmap_torch.spec import P
 from shardmap_torch.types import V
@@ -202,7 +202,7 @@ class Outputs:
         is_local = plan.root.is_local if plan.root else not plan.data.axes
         self._is_local = out_specs is None and is_local
 
-    def check(self, out: Tree, cached: Mapping[str, Tensor], known: Known, left: str) -> None:
+    def check(self, out: Tree, cached: Mapping[str, Tensor], known: Known, left: Left) -> None:
         """Stops the run if the specs depend on the outputs and more is known of these now.
 
         `left` names the last module that has left its output sharded.
@@ -229,15 +229,14 @@ class Outputs:
         if (now := replace(known, specs=specs, cached=found)) != known:
             raise UnknownError(now)
 
-    def _reject_sharded(self, out: Tree, left: str) -> None:
+    def _reject_sharded(self, out: Tree, left: Left) -> None:
         tensors = [x for x in flatten(out)[0] if isinstance(x, Tensor) and x.ndim]
         if any(V in (types_of(x, (self._axis,)) or ()) for x in tensors):
             raise SpecError(
                 f"parallelize: the result differs over {self._axis!r}: {left} leaves its output "
                 "sharded, and the plan does not say that the whole module does.\n"
-                f"Fix: gather it, by output_layouts=Replicate() in the style of {left} (in words, "
-                "colwise_gather_output); or leave it a DTensor, by use_local_output=False there, "
-                "or by out_specs= of parallelize."
+                f"Fix: gather it, by {left.how}; or leave it a DTensor, by "
+                "use_local_output=False there, or by out_specs= of parallelize."
             )
 
     def specs(self, known: Known) -> Tree:

@@ -30,6 +30,7 @@ from shardmap_torch.parallel.styles import (
     ExpertsDispatch,
     ExpertsParallel,
     Layouts,
+    Left,
     LocalAttributes,
     ReplicatedParallel,
     SharedResult,
@@ -62,11 +63,11 @@ class Shared:
     are added up on each rank first, and then over the ranks once.
 
     Attributes:
-        left: the name of the last module that left its output sharded.
+        left: the last module that left its output sharded.
     """
 
     def __init__(self) -> None:
-        self.left = ""
+        self.left = Left()
         self._last: tuple[Tensor, int, Tensor] | None = None
 
     def convert(self, x: Tensor, axis: str) -> Tensor:
@@ -217,7 +218,7 @@ class _Forward:
                 f"{len(outputs)} values; give one for each, or None."
             )
         if any(change is not None and isinstance(change[1], Shard) for change in changes):
-            self.shared.left = self.name
+            self.shared.left = Left.by(self.layouts.style, self.name)
         to = R if isinstance(self.layouts.style, SharedResult) else I
         changed = self._each(outputs, changes, to, "output")
         return changed if outputs is out else changed[0]
@@ -270,22 +271,23 @@ class _Forward:
         left, is_equal = self.shared.left, type_ in (I, R, K)
         found = typeof(x).get(self.axis, type_).dim if type_ == V else None
         repair = _REPAIRS[type_] if found is None else f"Shard({found})"
-        option = "output_layouts" if "output" in what else "input_layouts"
+        option = f"{'output' if 'output' in what else 'input'}_layouts={repair}"
+        if "'" in what:
+            option = f"input_kwarg_layouts={{{what.removeprefix('the input ')}: {repair}}}"
+        has_option = not isinstance(self.layouts.style, SequenceParallel)
+        fixes = [f"say {option} in the style of {self.name}"] * has_option
         shown = "equal on all ranks" if is_equal else f"of type {type_}"
         lines = [
             f"{what} of {self.name}: the plan says {normalized(src, x.ndim, self.name)!r}, but "
             f"over {self.axis!r} the value, {show_shape(x.dtype, x.shape)} on a rank, is {shown}.",
             f"  at {call_site()}",
-            f"Fix: say {option}={repair} in the style of {self.name}, or change the layout of what "
-            "computes it.",
         ]
-        if left not in ("", self.name) and not is_equal:
-            lines[2] = f"  {left} leaves its output sharded"
-            lines += [
-                f"Fix: say {option}={repair} in the style of {self.name}, or "
-                f"output_layouts=Replicate() in that of {left}."
-            ]
-        return "\n".join(lines)
+        if left in ("", self.name) or is_equal:
+            fixes.append("change the layout of what computes it")
+        else:
+            lines.append(f"  {left} leaves its output sharded")
+            fixes += [left.how] * (not fixes or "output" in left.how)
+        return "\n".join([*lines, f"Fix: {', or '.join(fixes)}."])
 
     def _summed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a module whose rows are sharded: each rank computes an addend of its product."""

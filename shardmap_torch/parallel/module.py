@@ -55,6 +55,7 @@ from shardmap_torch.parallel.plan import ROOT, Plan, Style, is_style, make_plan
 from shardmap_torch.parallel.pure import BoundModule
 from shardmap_torch.parallel.recomputed import is_within_body, untracked, within_body
 from shardmap_torch.parallel.scaled import warn_of_scaling
+from shardmap_torch.parallel.styles import Left
 from shardmap_torch.parallel.units import Units
 from shardmap_torch.parallel.words import Split, pack, placements_of_split
 from shardmap_torch.placing import compared
@@ -628,7 +629,7 @@ def _shards(error: Exception) -> list[str]:
     return [f"  {note}" for note in notes if note.startswith("In the body")]
 
 
-def _in_module(text: str, axis: str, left: str) -> str:
+def _in_module(text: str, axis: str, left: Left) -> str:
     """Returns an error in the words of a module, whose output `left` has sharded over an axis."""
     for pattern, advice in _IN_MODULES.items():
         text = re.sub(pattern, advice, text)
@@ -802,8 +803,7 @@ _LEFT: Final = "_shardmap_left"
 """The attribute of an error that has the name of the last module whose output is sharded."""
 
 _GATHER: Final = (
-    "gather it, by output_layouts=Replicate() in the style of {left} (in words, "
-    "colwise_gather_output), and where a RowwiseParallel takes it, say input_layouts=Replicate()"
+    "gather it, by {left.how}, and where a RowwiseParallel takes it, say input_layouts=Replicate()"
 )
 _ROWS = """where it runs on one device, write sizes of the batch as x.shape[0] or -1, of which a \
 rank has a part, and pass what has an entry a row as an argument."""

@@ -142,6 +142,23 @@ class Layouts:
         return isinstance(style, PrepareModuleInput) or bool(style.use_local_output)
 
 
+class Left(str):
+    """The name of a module that left its output sharded, and how a plan has that gathered."""
+
+    how = "output_layouts=Replicate() in the style of {} (in words, colwise_gather_output)"
+
+    @classmethod
+    def by(cls, style: ParallelStyle, name: str) -> "Left":
+        """Makes that of a module with a style."""
+        left = cls(name)
+        if isinstance(style, SequenceParallel):  # has no such argument
+            left.how = "input_layouts=Shard(1) in the style of what takes it"
+        elif not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+            left.how = "desired_output_layouts=Replicate() in the style of {}"
+        left.how = left.how.format(name)
+        return left
+
+
 def layouts_of(style: Any, module: nn.Module) -> Layouts:
     """Reads a style for a module that is to have it."""
     if isinstance(style, ColwiseParallel):

@@ -57,7 +57,7 @@ class Kit:
     def reset(self) -> None:
         """Makes what ranks have equal again."""
         self.optimizer.zero_grad()
-        self.optimizer.param_groups[0]["lr"] = 0.1
+        self.optimizer.param_groups[0].update(lr=0.1, momentum=0)
         with torch.no_grad():
             for x in self.model.parameters():
                 x.fill_(1.0)
@@ -117,6 +117,12 @@ def has_another_learning_rate(kit: Kit) -> None:
         kit.step(kit.x)
 
 
+def has_another_momentum(kit: Kit) -> None:
+    for _ in range(2):
+        kit.optimizer.param_groups[0]["momentum"] = 0.9 * kit.mesh.rank
+        kit.step(kit.x)
+
+
 def has_a_batch_more(kit: Kit) -> None:
     for rows in torch.ones(12 if kit.is_first else 8, 6).split(2):
         kit.step(from_local(rows, kit.mesh, P("dp")))
@@ -147,7 +153,13 @@ MISTAKES: list[Callable[[Kit], None]] = [
         takes_a_backward_alone,
         updates_alone,
     ),
-    *(has_another_learning_rate, has_a_batch_more, stops_earlier, clips_alone),
+    *(
+        has_another_learning_rate,
+        has_another_momentum,
+        has_a_batch_more,
+        stops_earlier,
+        clips_alone,
+    ),
 ]
 
 

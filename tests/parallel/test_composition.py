@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,15 +24,17 @@ from shardmap_torch import (
     ShardMapError,
     ShardTypeError,
     SpecError,
+    full,
     make_mesh,
     parallel,
     parallelize,
 )
+from shardmap_torch.control.messages import note_of_mixed
 from tests.parallel import models
 from tests.parallel.support.plans import R, llama_plan, mlp_plan, sequence_plan
 from tests.programs.support.harness import global_value, random, worker_mesh
 from tests.support.fuzzing import sampled, sized
-from tests.support.golden import told
+from tests.support.golden import hold, told
 from tests.support.pool import Gloo
 
 Step = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -212,6 +214,36 @@ def test_what_would_sum_gradients_once_more_is_refused(gloo: Gloo) -> None:
             "Fix: leave DDP out, and name the axis of the rows in dp= or fsdp=."
         )
         assert "Operator c10d." in of_torch
+
+
+def mixtures() -> list[str]:
+    """Uses a module of one device beside a parallelized one; returns what is told at the end."""
+    one, ones = nn.Linear(2, 2).double(), torch.ones(2, 2).double()
+    before, mesh = copy.deepcopy(one), worker_mesh((2,), ("tp",))
+    module = parallelize(one, mesh, {"": parallel.ColwiseParallel()})
+    notes = []
+    average = before.weight.data
+    with pytest.raises(RuntimeError) as caught:
+        average.lerp_(module.weight, 0.1)
+    notes.append(note_of_mixed(caught.value))
+    with pytest.raises(RuntimeError) as caught:
+        before.load_state_dict(module.state_dict())
+    notes.append(note_of_mixed(caught.value))
+    before.load_state_dict(full(module.state_dict()))  # as it says
+    after: Any = copy.deepcopy(module)
+    with torch.no_grad():
+        after.weight.lerp_(module.weight, 0.1)
+        weight = after.weight
+        weight += distribute_tensor(ones, weight.device_mesh, weight.placements)
+    assert torch.allclose(full(after.weight), average + 1)
+    return [*notes, note_of_mixed(RuntimeError("shapes"))]
+
+
+def test_a_plain_tensor_beside_a_dtensor_is_told_what_to_do(gloo: Gloo) -> None:
+    for averaged, loaded, other in gloo(2).run(mixtures):
+        hold("processes.txt", "averages_a_copy_made_before", averaged)
+        hold("processes.txt", "loads_shards_into_one_device", loaded)
+        assert not other
 
 
 def observed() -> tuple[dict[str, int], list[str]]:

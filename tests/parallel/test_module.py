@@ -231,6 +231,12 @@ GATHERED: dict[str, ParallelStyle] = {
     "up": WHOLE_COLUMNS,
     "down": RowwiseParallel(input_layouts=Replicate()),
 }
+
+
+def prepared(layout: Any) -> ParallelStyle:
+    return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=layout)
+
+
 MISTAKES: dict[str, tuple[Callable[..., Tensor], Any, Any]] = {
     "a norm of shards": (lambda m, h: m.norm(h), BOTH, GATHERED),
     "a norm of local sizes": (
@@ -254,6 +260,19 @@ MISTAKES: dict[str, tuple[Callable[..., Tensor], Any, Any]] = {
             "up": COLUMNS,
             "down": ColwiseParallel(input_layouts=Shard(2), output_layouts=Replicate()),
         },
+    ),
+    "columns of a norm's shards of the sequence": (
+        lambda m, h: m.norm(h),
+        {"up": WHOLE_COLUMNS, "norm": SequenceParallel(), "down": WHOLE_COLUMNS},
+        {
+            **{"up": WHOLE_COLUMNS, "norm": SequenceParallel()},
+            "down": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    ),
+    "columns of a result that was sharded": (
+        lambda m, h: m.norm(h),
+        {"up": WHOLE_COLUMNS, "norm": prepared(Shard(1)), "down": WHOLE_COLUMNS},
+        {"up": WHOLE_COLUMNS, "norm": prepared(Replicate()), "down": WHOLE_COLUMNS},
     ),
     "rows alone": (lambda m, h: h.tanh(), {"down": ROWS}, {"down": GATHERED["down"]}),
 }

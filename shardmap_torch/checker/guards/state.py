@@ -290,7 +290,7 @@ class State:
         value = held(cell, None)
         self._meet(name, value)
         if value is not ABSENT:
-            self.holders.append((cell, None))
+            self.holders.append((cell, name))
             self._watch(value, getattr, cell, "cell_contents")
 
     def _enter_name(self, space: dict[str, Any], name: str) -> None:
@@ -501,7 +501,7 @@ _CLOSED: Final = (*sys.stdlib_module_names, "torch", Path(_OWN).name)
 """Packages whose other objects have none: loggers, locks, caches, verdicts."""
 _BY_TEXT: Final = frozenset({"globals", "eval", "exec", "f_globals"})
 """Names by which code reads globals that its strings name."""
-_LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_LOADS: Final = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"))
 
 
 class Names(NamedTuple):

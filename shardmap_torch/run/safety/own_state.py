@@ -8,19 +8,27 @@ first rank has left it. What a body reads beside that data is not seen: see `gua
 """
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from types import CodeType
 from typing import Any, Final
+
+from torch import Tensor
 
 from shardmap_torch.backends.rank import current_rank
 from shardmap_torch.backends.threads import PAUSES
 from shardmap_torch.boundary.call import Call, Wrap
-from shardmap_torch.checker.guards.holders import LOOKS, Holder, held, hold, is_same
-from shardmap_torch.checker.guards.state import State
-from shardmap_torch.errors import ShardTypeError
+from shardmap_torch.checker.guards.holders import LOOKS, Holder, Whole, held, hold, is_same
+from shardmap_torch.checker.guards.state import State, codes_in
+from shardmap_torch.checker.queries import types_now
+from shardmap_torch.core.source_location import Site, warn_at
+from shardmap_torch.core.tree import flatten
+from shardmap_torch.errors import ShardTypeError, show_shape
+from shardmap_torch.types import I, K, R, Z
 
 _CHANGED: Final = (
     "{}: the body keeps what each rank has for itself in what it refers to, and a backward of it "
@@ -34,15 +42,28 @@ _DRAWN: Final = (
 )
 
 
+_KEPT: Final = (
+    "{}: {} keeps a tensor of the body: {}. After the call it is that of one rank.\n"
+    "Fix: return it, with its spec in out_specs: a loss by P(), after all_reduce(loss, axis, "
+    "op='mean', dst=I), or as loss.reshape(1), one a rank, by P(axis); debug_print shows it there."
+)
+_TOLD: Final = set[Site]()
+"""Lines that have been told of."""
+
+_INTO: Final = "append|appendleft|extend|add|insert|setdefault|update"
+
+
 class Undone:
     """Undoes, before each interpretation of a body and after all of them, what it has changed.
 
     Attributes:
         altered: places among the holders of what was changed, also if only for a while.
+        kept: what each name keeps of the body that differs between ranks.
     """
 
     def __init__(self, states: Sequence[State]) -> None:
         self.altered = set[int]()
+        self.kept: dict[str, str] = {}
         self._states = states
         self._holders = [holder for state in states for holder in state.holders]
         self._start = [held(*holder) for holder in self._holders]
@@ -52,6 +73,33 @@ class Undone:
         if not all(state.holds() for state in self._states):
             pairs = enumerate(zip(self._holders, self._start, strict=True))
             self.altered |= {at for at, (here, was) in pairs if not is_same(held(*here), was)}
+
+    def note_kept(self) -> None:
+        """Notes names under which the body, which has just been interpreted, keeps its tensors."""
+        if all(state.holds() for state in self._states):
+            return
+        for here, was in zip(self._holders, self._start, strict=True):
+            for name, value in () if is_same(held(*here), was) else _entries(here, was):
+                shown = next(filter(None, map(_differing, flatten(value)[0])), "")
+                if shown:
+                    self.kept.setdefault(self._name_of(here[0]) or name, shown)
+
+    def _name_of(self, container: Any) -> str:
+        """Returns the name by which code refers to a container; empty if it has none."""
+        found = (each for here in self._holders for each in _entries(here))
+        return next((name for name, value in found if name and value is container), "")
+
+    def only_kept(self) -> Iterator[tuple[Site, str, str]]:
+        """Yields what is kept and read by no code that the body refers to: line, name and shape."""
+        met = [x for state in self._states for x in state.opaque if isinstance(x, CodeType)]
+        codes = [each for x in met for each in codes_in(x) if each.co_name != "__init__"]
+        lines = ((x.co_filename, line) for x in codes for *_, line in x.co_lines() if line)
+        sites = [Site(*place) for place in dict.fromkeys(lines)] if self.kept else []
+        for name, shown in self.kept.items():
+            found = [site for site in sites if re.search(rf"{name}\b", site.source)]
+            into = rf"{name}\b[^=]*( \+?= |\.({_INTO})\()"
+            if found and all(re.search(into, site.source) for site in found):
+                yield found[0], re.findall(r"\w+", name)[-1], shown
 
     def restore(self) -> None:
         """Puts everything back."""
@@ -77,7 +125,9 @@ def undoing(call: Call, states: Sequence[State], shares: bool) -> Iterator[tuple
     @wraps(call.function)
     def fresh(*args: Any, **kwargs: Any) -> Any:
         undone.restore()
-        return call.function(*args, **kwargs)
+        out = call.function(*args, **kwargs)
+        undone.note_kept()
+        return out
 
     try:
         with LOOKS.holding(undone.look) if shares else nullcontext():
@@ -87,6 +137,30 @@ def undoing(call: Call, states: Sequence[State], shares: bool) -> Iterator[tuple
     for (name, state), (_, was) in zip(_generators(), drawn, strict=False):
         if state != was:
             raise ShardTypeError(_DRAWN.format(call.name, name))
+    for site, *told in undone.only_kept():
+        if site not in _TOLD:
+            _TOLD.add(site)
+            warn_at(site, _KEPT.format(call.name, *told))
+
+
+def _entries(here: Holder, was: Any = None) -> Iterator[tuple[str, Any]]:
+    """Yields what a holder has that it had not, with patterns of its name; empty for items."""
+    (owner, key), now = here, held(*here)
+    if type(now) is not Whole:
+        is_variable = isinstance(key, str) and not isinstance(owner, type)
+        yield rf"(?<![.\w]){key}" if is_variable else rf"\.{getattr(key, '__name__', key)}", now
+        return
+    known = {*map(id, was.values)} if type(was) is Whole else set()
+    for name, value in zip(now.keys or [""] * len(now.values), now.values, strict=True):
+        if id(value) not in known:
+            yield rf"[.\"']{name}" if name and isinstance(name, str) else "", value
+
+
+def _differing(x: Any) -> str:
+    """Describes a tensor that is another one on each rank; empty of others."""
+    types = (types_now(x) or {}) if isinstance(x, Tensor) else {}
+    axes = ", ".join(repr(axis) for axis, type_ in types.items() if type_ not in (I, R, K, Z))
+    return f"{show_shape(x.dtype, x.shape)}, another one on each rank of {axes}" if axes else ""
 
 
 def _generators() -> list[tuple[str, Any]]:

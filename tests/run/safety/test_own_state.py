@@ -3,7 +3,10 @@
 Checks leave that data as it was, and ranks that share a process do not see what others have in it.
 """
 
+import linecache
 import random
+import re
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -357,3 +360,95 @@ def test_torch_s_own_use_of_the_state_is_not_the_body_s() -> None:
             return x * 2
 
     assert torch.equal(mapped(body, MESHES["auto"], "local")(torch.ones(4)), torch.full((4,), 2.0))
+
+
+LAST: Any = None
+
+
+class Log:
+    def __init__(self) -> None:
+        self.last: Any = None
+        self.rows: list[Any] = []
+        self.running: Any = None
+
+    def put(self, value: Any) -> None:
+        self.rows.append((len("row"), value))
+
+
+def keeping() -> dict[str, tuple[Callable[[Tensor], Tensor], str]]:
+    """Bodies that leave a tensor outside, and the name of what keeps it; empty if that is right."""
+    log, losses, table = Log(), list[Any](), dict[str, Any]()
+    before: Any = None
+
+    def as_an_attribute(x: Tensor) -> Tensor:
+        log.last = x * 2
+        return x
+
+    def in_a_list(x: Tensor) -> Tensor:
+        losses.append(x.detach().sum())
+        return x
+
+    def by_a_method(x: Tensor) -> Tensor:
+        log.put({"loss": x.sum()})
+        return x
+
+    def in_a_dict(x: Tensor) -> Tensor:
+        table.setdefault("all", []).append(x.sum())
+        return x
+
+    def as_a_variable(x: Tensor) -> Tensor:
+        nonlocal before
+        before = x.sum()
+        return x
+
+    def as_a_global(x: Tensor) -> Tensor:
+        global LAST
+        LAST = x.sum()
+        return x
+
+    def equal(x: Tensor) -> Tensor:
+        LOG.append((all_reduce(x.sum(), "dp", dst=I), 3, torch.ones(2)))
+        return x
+
+    def read(x: Tensor) -> Tensor:
+        log.running = x * 2
+        y: Tensor = x + log.running
+        return y
+
+    def own(x: Tensor) -> Tensor:
+        parts = [x * 2]
+        parts.append(x * 3)
+        return parts[0] + parts[1]
+
+    names = "last losses rows table before LAST".split() + 3 * [""]
+    bodies = (as_an_attribute, in_a_list, by_a_method, in_a_dict, as_a_variable, as_a_global)
+    every = zip((*bodies, equal, read, own), names, strict=True)
+    return {body.__name__: (body, name) for body, name in every}
+
+
+@pytest.mark.parametrize("name", keeping())
+def test_a_tensor_that_a_body_leaves_outside_is_told_once(name: str) -> None:
+    body, kept = keeping()[name]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for strictness in ("local", "global"):
+            f = mapped(body, MESHES["auto"], strictness)
+            f(torch.ones(4, dtype=torch.float64))
+            f(torch.ones(4, dtype=torch.float64))
+    assert len(told) == bool(kept)
+    for each in told:
+        assert each.filename == __file__
+        assert str(each.message).startswith(f"{name}: {kept} keeps a tensor of the body: float64[")
+        assert "], another one on each rank of 'dp'. After the call it is that of o" in f"{each}"
+        assert re.search(rf"\b{kept}\b.*( = |\.append)", linecache.getline(__file__, each.lineno))
+
+
+def test_what_a_refused_body_leaves_outside_is_not_told() -> None:
+    losses: list[Tensor] = []
+
+    def body(x: Tensor) -> Tensor:
+        losses.append(x.sum())
+        return x.sum()
+
+    with pytest.raises(ShardTypeError):
+        shard_map(body, mesh=MESHES["auto"], in_specs=P("dp"), out_specs=P())(torch.ones(4))
