@@ -200,14 +200,14 @@ class History:
         `check` interprets a body with symbols, `exactly` with the sizes of the call.
         """
         family = self._family(key, call, new=True)
-        if family is None or len(family.exact) < _BEFORE or len(family.failures) >= _FAILURES:
+        if family is None or len(family.failures) >= _FAILURES:
             return None
         numbers = numbers_of(call)
-        groups = groups_of(family.slots, [*family.exact, numbers])
-        if not is_large(groups, numbers):
+        exact = {each: v for each, v in family.exact.items() if _alike(family.slots, each, numbers)}
+        groups = groups_of(family.slots, [*exact, numbers])
+        if len(exact) < _BEFORE or not is_large(groups, numbers):
             return None
-
-        witnesses = dict([*family.exact.items()][-_WITNESSES:])
+        witnesses = dict([*exact.items()][-_WITNESSES:])
         return family.derive(call, groups, check, witnesses, exactly)
 
     def foresee(
@@ -464,6 +464,12 @@ def groups_of(slots: Sequence[Slot], seen: Sequence[Numbers]) -> tuple[Group, ..
         # torch takes sizes of 0 and 1 for other programs: they broadcast, or have no entries.
         groups.append(Group(tuple(members), multiple, 2 if is_size else -inf))
     return tuple(groups)
+
+
+def _alike(slots: Sequence[Slot], seen: Numbers, now: Numbers) -> bool:
+    """Returns whether a call had the sizes of 0 and 1 of this one; a prompt has not a token's."""
+    found = zip(slots, seen, now, strict=True)
+    return all(a == b or slot.dim is None or b // slot.num_ranks > 1 for slot, a, b in found)
 
 
 def is_large(groups: Sequence[Group], numbers: Numbers) -> bool:

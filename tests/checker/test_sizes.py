@@ -167,6 +167,19 @@ def test_many_sizes_cost_three_checks_and_have_the_values_of_one_device(
 
 
 @pytest.mark.parametrize("check", CHECKS)
+def test_a_cache_that_grows_by_tokens_after_prompts_is_derived_too(
+    check: Literal["local", "global"], exact: list[str]
+) -> None:
+    f, w, cache = mapped(CASES["a growing cache"], check), randn(4, 4), [randn(0, 4)] * 3
+    for length in (3, 1, 1, 1, 1, 5, 1, 1, 1):
+        x = randn(length, 4)
+        got, expected = f(x, w, cache), decode_alone(x, w, cache)
+        torch.testing.assert_close(got, expected)
+        cache = expected[1]
+    assert len(exact) == 4  # two prompts, and two tokens
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_500_batch_sizes_cost_three_checks(
     check: Literal["local", "global"], exact: list[str]
 ) -> None:
