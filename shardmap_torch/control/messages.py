@@ -94,30 +94,26 @@ _OF_DTENSORS: Final = (
 )
 
 
-_OF_MIXED: Final = """\
-{site}{plain} a plain tensor, of one device, beside a DTensor: on processes the parameters of a \
-parallelized module, their gradients and states of optimizers are DTensors.
-Fix: make copies after parallelize, as by copy.deepcopy(module) or torch.zeros_like(parameter); \
-save full(module.state_dict()), which all ranks call, and load that anywhere (what one rank saves \
-without it has its shards alone); elsewhere full(x) is a plain tensor, and torch's \
-distribute_tensor(x, p.device_mesh, p.placements) a DTensor like a parameter p."""
+_OF_MIXED: Final = (
+    "  at {}\n{} a plain tensor, of one device, beside a DTensor: on processes the parameters of a "
+    "parallelized module, their gradients and states of optimizers are DTensors.\nFix: make copies "
+    "after parallelize, as by copy.deepcopy(module) or torch.zeros_like(parameter); save "
+    "full(module.state_dict()), which all ranks call, and load that anywhere (what one rank saves "
+    "without it has its shards alone); elsewhere full(x) is a plain tensor, and torch's "
+    "distribute_tensor(x, p.device_mesh, p.placements) a DTensor like a parameter p."
+)
 
 
 def note_of_mixed(error: BaseException) -> str:
-    """Returns what torch's refusal of a plain tensor beside a DTensor means here; empty of others.
-
-    Names the plain tensors in the user's line.
-    """
-    if "got mixed torch.Tensor and DTensor" not in f"{error}":
+    """Returns what torch's refusal of a plain tensor beside a DTensor means; empty of others."""
+    site = error_site(error)
+    if site is None or "got mixed torch.Tensor and DTensor" not in f"{error}":
         return ""
-    site, values = error_site(error), dict[str, object]()
-    for frame, _ in walk_tb(error.__traceback__):
-        if site is not None and frame.f_code.co_filename == site.file:
-            values = frame.f_locals
-    words = re.findall(r"[^\W\d]\w*", site.source if site else "")
-    plain = [x for x in dict.fromkeys(words) if type(values.get(x)) in (Tensor, Parameter)]
-    told = f"  at {site}\n" if site else ""
-    return _OF_MIXED.format(site=told, plain=f"{' and '.join(plain)} is" if plain else "There is")
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    values = [x.f_locals for x in frames if x.f_code.co_filename == site.file][-1]
+    words = dict.fromkeys(re.findall(r"[^\W\d]\w*", site.source))
+    plain = [x for x in words if type(values.get(x)) in (Tensor, Parameter)]
+    return _OF_MIXED.format(site, f"{' and '.join(plain)} is" if plain else "There is")
 
 
 def fix_of_torchs(error: BaseException) -> str:

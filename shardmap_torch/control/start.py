@@ -12,7 +12,6 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
@@ -152,19 +151,15 @@ def _note_updates() -> None:
             (x for group in optimizer.param_groups for x in group["params"]), None
         )
         if is_dtensor(parameter) and parameter.device_mesh.size() == control.size:
-            groups = [_numbers(group) for group in optimizer.param_groups]
-            by = BY + "; ".join(dict.fromkeys(groups)) if any(groups) else ""
+            found = ((k, group.get(k)) for group in optimizer.param_groups for k in _RATES)
+            rates = [f"{k}={x}" for k, x in found if x and isinstance(x, float | tuple)]
+            by = f"{BY}{', '.join(dict.fromkeys(rates))}" * bool(rates)
             control.note(f"a step of {type(optimizer).__name__}{by}")
 
     register_optimizer_step_post_hook(note)
 
 
-def _numbers(group: Mapping[str, Any]) -> str:
-    """Formats numbers that a scheduler may change, as `lr=0.1, momentum=0.9`."""
-    found = ((name, group.get(name)) for name in ("lr", "momentum", "betas", "weight_decay"))
-    return ", ".join([f"{name}={x}" for name, x in found if x and isinstance(x, float | tuple)])
-
-
+_RATES: Final = ("lr", "momentum", "betas", "weight_decay")
 _GROUP: Final = "Starting the default process group"
 
 

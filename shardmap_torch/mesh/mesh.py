@@ -1,6 +1,5 @@
 """Mesh: a grid of ranks, how they run, and the process groups along its axes."""
 
-import ast
 import linecache
 import re
 import sys
@@ -22,7 +21,7 @@ from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import within
 from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.source_location import Site, nodes_of, warn_at
+from shardmap_torch.core.source_location import Site, warn_at
 from shardmap_torch.errors import MeshError, show
 
 
@@ -46,7 +45,6 @@ class Count(int):
         return other / self.here
 
 
-_SAMPLER: Final = r"[\w.]*Sampler\(.*\.(size|shape)\b"
 _SAMPLED: Final = (
     "a simulated mesh has all ranks in one process, whose mesh.rank is 0: the sampler leaves out "
     "the rows of all others.\nFix: sampler = DistributedSampler(...) if dist.is_initialized() else "
@@ -443,11 +441,9 @@ class Mesh(Grid):
 @cache
 def _warn_of_sampler(code: CodeType, at: int) -> None:
     """Warns where a sampler would leave out the rows of all ranks but one, which no process has."""
-    line, end, *columns = (x or 0 for x in [*code.co_positions()][at // 2])
-    if "Sampler(" not in "".join(linecache.getlines(code.co_filename)[max(line - 6, 0) : line]):
-        return
-    for node in nodes_of(code.co_filename):
-        if isinstance(node, ast.Call) and re.match(_SAMPLER, ast.unparse(node)):
-            last = node.end_lineno or 0, node.end_col_offset or 0
-            if (node.lineno, node.col_offset) <= (line, columns[0]) and (end, columns[1]) <= last:
-                warn_at(Site(code.co_filename, line), _SAMPLED)
+    line, _, _, column = (x or 0 for x in [*code.co_positions()][at // 2])
+    lines = linecache.getlines(code.co_filename)[max(line - 6, 0) : line + 5]
+    first, near = sum(map(len, lines[: min(line, 6) - 1])) + column, "".join(lines)
+    given = re.search(r"Sampler\(((?:[^()]|\([^()]*\))*)$", near[:first])
+    if given and re.search(r"\.(size|shape)\b", given[1] + near[first:].split(")")[0]):
+        warn_at(Site(code.co_filename, line), _SAMPLED)

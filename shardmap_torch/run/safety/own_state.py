@@ -48,8 +48,6 @@ _KEPT: Final = (
     "op='mean', dst=I), or as loss.reshape(1), one a rank, by P(axis); debug_print shows it there."
 )
 _TOLD: Final = set[Site]()
-"""Lines that have been told of."""
-
 _INTO: Final = "append|appendleft|extend|add|insert|setdefault|update"
 
 
@@ -81,13 +79,9 @@ class Undone:
         for here, was in zip(self._holders, self._start, strict=True):
             for name, value in () if is_same(held(*here), was) else _entries(here, was):
                 shown = next(filter(None, map(_differing, flatten(value)[0])), "")
-                if shown:
-                    self.kept.setdefault(self._name_of(here[0]) or name, shown)
-
-    def _name_of(self, container: Any) -> str:
-        """Returns the name by which code refers to a container; empty if it has none."""
-        found = (each for here in self._holders for each in _entries(here))
-        return next((name for name, value in found if name and value is container), "")
+                named = (each for other in self._holders for each in _entries(other))
+                if shown and (known := next((k for k, x in named if k and x is here[0]), name)):
+                    self.kept.setdefault(known, shown)
 
     def only_kept(self) -> Iterator[tuple[Site, str, str]]:
         """Yields what is kept and read by no code that the body refers to: line, name and shape."""
@@ -153,7 +147,7 @@ def _entries(here: Holder, was: Any = None) -> Iterator[tuple[str, Any]]:
     known = {*map(id, was.values)} if type(was) is Whole else set()
     for name, value in zip(now.keys or [""] * len(now.values), now.values, strict=True):
         if id(value) not in known:
-            yield rf"[.\"']{name}" if name and isinstance(name, str) else "", value
+            yield rf"[.\"']{re.escape(name)}" if name and isinstance(name, str) else "", value
 
 
 def _differing(x: Any) -> str:
