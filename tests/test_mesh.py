@@ -191,7 +191,7 @@ def test_groups_are_made_where_one_rank_has_made_more_than_others(gloo: Gloo) ->
 def test_a_sampler_that_leaves_out_rows_on_a_simulated_mesh_is_told() -> None:
     mesh, data = make_mesh((2,), ("dp",), kind="simulated"), cast(Any, range(8))
     with pytest.warns(UserWarning, match=r"the sampler leaves out the rows of all others") as told:
-        half = [
+        half: list[Any] = [
             DistributedSampler(data, num_replicas=mesh.size, rank=mesh.rank),
             DistributedSampler(
                 data,
@@ -204,8 +204,9 @@ def test_a_sampler_that_leaves_out_rows_on_a_simulated_mesh_is_told() -> None:
     assert [line[-11:] for line in lines] == ["mesh.rank),", "mesh.rank,"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        whole = DistributedSampler(data, num_replicas=1, rank=mesh.rank)
-        none = DistributedSampler(data, mesh.size, mesh.rank) if dist.is_initialized() else None
+        whole: Any = DistributedSampler(data, num_replicas=1, rank=mesh.rank)
+        ready = dist.is_initialized()
+        none: Any = DistributedSampler(data, mesh.size, mesh.rank) if ready else None
         one = make_mesh((1,), ("dp",), kind="simulated")
         assert len(DistributedSampler(data, one.size, one.rank)) == len(whole) == 8
     assert none is None
