@@ -298,6 +298,25 @@ def repaired(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) -> t
     return found
 
 
+def with_result(interpreter: "Interpreter", func: Any, out: Any) -> Any:
+    """Returns what a call of torch returns under the repair that is tried."""
+    spot = function_call(func)
+    insert = None if spot is None else interpreter.repair.results.get(spot)
+    if insert is None:
+        return out
+    leaves, structure = flatten(out)
+    return unflatten(structure, [insert.apply(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def _own_part(spot: Spot, text: str, at: int, gather: Insert) -> Iterator[Repair]:
+    """Yields a gather of an operand after which each rank goes on with its part of the result."""
+    options = dict(gather.options)
+    if gather.name == "all_gather" and options["dst"] is R:
+        own = Insert("convert", gather.axis, _options(src=R, dst=V, dim=options["dim"]))
+        text = f"{text}, and {own.of('y')} for each y that it returns"
+        yield Repair(text, operands={(spot, at): gather}, results={spot: own})
+
+
 def at_call(
     interpreter: "Interpreter", error: ShardTypeError, func: Any, args: Any, kwargs: Any
 ) -> None:
@@ -325,7 +344,11 @@ def at_call(
         is_mean = interpreter.observer.scale_of(base_of(x)) > 1
         for kind, insert in inserts(*own, peers, is_mean):
             text = f"{insert.of(named[at][0])} in place of {named[at][0]} in {spot}"
-            found.append((LIKELY.find(kind), Repair(text, operands={(spot, at): insert})))
+            repairs = (
+                Repair(text, operands={(spot, at): insert}),
+                *_own_part(spot, text, at, insert),
+            )
+            found += [(LIKELY.find(kind), each) for each in repairs]
     found.sort(key=itemgetter(0))
     operands = [x for _, x in tensors]
     states = [own for own, _ in known]

@@ -145,6 +145,7 @@ class Repair:
         ops: for a call of all_reduce or reduce_scatter, the op to use.
         operands: for a call of a function of torch and the number of a tensor among its arguments,
             what to apply to that first.
+        results: for a call of a function of torch, what to apply to what it returns.
         exits: for the position of a result, what to apply to it before it is returned.
         losses: for the line where the body takes gradients, what to apply to the loss before.
         out_specs: for the position of a result, another spec.
@@ -159,6 +160,7 @@ class Repair:
     turned: frozenset[Spot | None] = frozenset()
     ops: Mapping[Spot | None, Op] = field(default_factory=dict)
     operands: Mapping[tuple[Spot, int], Insert] = field(default_factory=dict)
+    results: Mapping[Spot, Insert] = field(default_factory=dict)
     exits: Mapping[int, Sequence[Insert]] = field(default_factory=dict)
     losses: Mapping[Site | None, Insert] = field(default_factory=dict)
     out_specs: Mapping[int, P] = field(default_factory=dict)

@@ -153,6 +153,7 @@ class _Search:
         # Here: importing the package of shardings takes a tenth of a second.
         from shardmap_torch.checker.spmd.sharded import GATHERED
 
+        known = [each for each in known if " for each y " not in each]
         gathers = [each for each in known if each.startswith("all_gather(")]
         in_vain = bool(gathers) and set(gathers).isdisjoint(self.undecided)
         text = f"{self.error}".replace(GATHERED, "" if in_vain else GATHERED)

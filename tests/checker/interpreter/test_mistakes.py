@@ -232,7 +232,7 @@ def test_a_mistake_is_told_by_its_cause(body: Body) -> None:
     hold("mistakes.txt", body.__name__, str(error.value))
 
 
-def test_a_gather_that_shapes_refuse_is_not_advised_for_packed_matrices() -> None:
+def test_of_gathered_packed_matrices_each_rank_takes_its_parts() -> None:
     def packed(x: Tensor, w: Tensor, down: Tensor) -> Tensor:
         gate, up = (x @ w).chunk(2, dim=-1)
         return all_reduce((functional.silu(gate) * up) @ down, "tp", dst=I)
@@ -241,9 +241,7 @@ def test_a_gather_that_shapes_refuse_is_not_advised_for_packed_matrices() -> Non
     mapped = shard_map(packed, mesh=MESH, in_specs=specs, out_specs=P(), check="global")
     with pytest.raises(ShardTypeError) as error:
         mapped(X, torch.randn(8, 32), W["down"])
-    text, _, tried = str(error.value).rpartition("\n")
-    hold("mistakes.txt", "packed", text)
-    assert tried.startswith("Tried with numbers over 'tp' as well")
+    hold("mistakes.txt", "packed", str(error.value))
 
 
 def test_rows_of_a_rank_are_rows_of_what_all_gather_gives() -> None:

@@ -124,6 +124,18 @@ def _operand(tree: ast.AST, new: str, old: str, name: str, line: str) -> None:
         _exchange(tree, each, new)
 
 
+def _own_part(tree: ast.AST, new: str, old: str, name: str, line: str, rest: str) -> None:
+    """Edits `NEW in place of OLD in NAME at FILE:LINE, and convert(y, REST) for each y ...`."""
+    _operand(tree, new, old, name, line)
+    found = [each for each in _at(tree, line) if _is_called(name, name_of(each))]
+    if len(found) != 1:
+        raise UnclearError(f"{len(found)} calls of {name} in line {line}")
+    call = ast.unparse(found[0])
+    several = name in ("chunk", "split", "unbind", "sort", "topk", "tensor_split")
+    each = f"[convert(y, {rest}) for y in {call}]"
+    _exchange(tree, found[0], each if several else f"convert({call}, {rest})")
+
+
 def _is_called(said: str, written: str) -> bool:
     plain = said.removeprefix("r").removeprefix("i").removesuffix("_")
     return written in (said, plain, *_OTHERS.get(said, ()))
@@ -290,6 +302,10 @@ _FORMS: Final[tuple[tuple[str, Edit], ...]] = (
     (r"^(op|dst|dim)=(\S+) in (\w+)" + _AT, _option),
     (r"^offset (\S+) in (shift)" + _AT, _offset),
     (r"^each pair (turned round) in (ppermute)" + _AT, _offset),
+    (
+        r"^(.+) in place of (.+) in (\w+)" + _AT[:-1] + r", and convert\(y, (.+)\) for each y that",
+        _own_part,
+    ),
     (r"^(.+) in place of (.+) in (\w+)" + _AT, _operand),
     (r"^(.+) in place of (\w+)" + _AT, _instead),
 )

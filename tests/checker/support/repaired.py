@@ -103,17 +103,20 @@ class _Inserting(TorchFunctionMode):
 
     def __init__(self, repair: Repair) -> None:
         super().__init__()
-        self._operands = repair.operands
+        self._operands, self._results = repair.operands, repair.results
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, own = kwargs or {}, None
         if running_backward() == NO_BACKWARD:
             spot = function_call(func)
+            own = None if spot is None else self._results.get(spot)
             for number, x in enumerate(distinct(args, kwargs)):
                 insert = None if spot is None else self._operands.get((spot, number))
                 if insert is not None:
                     args, kwargs = _with(insert.apply(x), x, args, kwargs)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        leaves, structure = flatten(out)
+        return out if own is None else unflatten(structure, [own.apply(x) for x in leaves])
 
 
 def _with(y: Tensor, x: Tensor, args: Any, kwargs: Any) -> Any:

@@ -34,6 +34,14 @@ DENSE: Final = (8, 4), (4, 8), (8, 4)
 SEQUENCES: Final = ((2, 8, 4, 4),) * 3
 
 
+def weighs_by_shards(x: Tensor, v: Tensor) -> Tensor:
+    return all_reduce(x.softmax(1) @ v, "tp", dst=I)
+
+
+def adds_in_turn(x: Tensor, v: Tensor) -> Tensor:
+    return x * torch.cumsum(x.exp(), 1)
+
+
 def hidden(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).tanh()
 
@@ -125,6 +133,8 @@ CASES: Final[dict[str, Case]] = {
         _SEQUENCE,
         SEQUENCES,
     ),
+    "softmax of shards": (weighs_by_shards, (1, 2), PARTS[1:], P(), DENSE[1:]),
+    "entries in turn": (adds_in_turn, (1, 2), PARTS[1:], P(None, "tp"), DENSE[1:]),
     "a residual": (adds_an_invariant_to_what_ranks_use, (1, 2), PARTS, P("dp"), DENSE),
     "heads repeated": (repeats_heads_of_all_ranks, (1, 2), *_GROUPED),
     "heads repeated by products": (does_so_by_products, (1, 2), *_GROUPED),
