@@ -25,7 +25,7 @@ from shardmap_torch import (
 )
 from shardmap_torch.types import K
 from tests.programs.support.everywhere import ON_EVERY_MESH, run_on, same
-from tests.support.golden import told
+from tests.support.golden import hold_own, told
 from tests.support.pool import Gloo
 
 MESH = make_mesh((2,), ("tp",), kind="simulated")
@@ -55,11 +55,8 @@ def test_typeof_finds_in_a_run_what_the_checker_found(kind: str, gloo: Gloo) -> 
 
 
 def test_typeof_outside_of_what_is_checked_says_so() -> None:
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError, 2):
         typeof(torch.ones(2))
-    assert str(caught.value) == (
-        "typeof was called outside a body, and values have types in checked ones."
-    )
     f = shard_map(
         lambda x: (typeof(x), x)[1], mesh=MESH, in_specs=P("tp"), out_specs=P("tp"), check=False
     )
@@ -83,14 +80,7 @@ def test_typeof_that_differs_between_paths_is_refused() -> None:
     shard_map(body, **specs)(*args)  # the sum on one of them tells the paths apart
     with pytest.raises(ShardTypeError) as caught:
         shard_map(unlike, **specs)(*args)
-    line = unlike.__code__.co_firstlineno
-    assert str(caught.value) == (
-        "unlike: typeof finds [K] on one path through the body and [V] on another, and a run "
-        f"cannot tell which path it takes.\n  at test_queries.py:{line + 2}: typeof(y)\n"
-        "Fix: call it on one of the paths.\n"
-        f"  where #1 > 0 is False at test_queries.py:{line + 1}: "
-        "y = x if s.item() > 0 else s"
-    )
+    hold_own(str(caught.value))
 
 
 def test_one_type_is_asserted_along_all_bound_axes() -> None:
@@ -130,21 +120,8 @@ def test_an_assertion_on_an_input_is_held_against_the_type_that_it_gets(
     step(final, alike)(w, x).backward()
     assert w.grad is not None
     assert w.grad.tolist() == [[8.0 if alike else 4.0] * 2] * 2
-    with pytest.raises(ShardTypeError) as caught:
+    with told(ShardTypeError):
         step(other, alike)(w, x)
-    head, at, *_ = str(caught.value).splitlines()
-    word, fix = (
-        ("equal on all ranks already, and not summed", "invariant")
-        if alike
-        else ("summed", "replicate")
-    )
-    assert head == (
-        f"body: assert_type expects {other} over 'tp', but the input w is {final}: its gradient is "
-        f"{word} over 'tp'."
-    )
-    assert at.endswith('assert_type(w.t(), {"tp": expected})')
-    last = str(caught.value).splitlines()[-1]
-    assert last == f"Fix: assert {final}, as {fix}={{'tp'}} in its spec would say."
     step(other, alike)(w.detach(), x)  # without a gradient it is neither
 
 

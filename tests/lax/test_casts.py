@@ -23,6 +23,7 @@ from shardmap_torch import (
 from shardmap_torch.types import AxisType
 from tests.programs.support.harness import random
 from tests.support.fuzzing import FUZZ
+from tests.support.golden import hold_own
 from tests.support.pool import Gloo
 
 # Dynamo itself instantiates the class, and torch warns of that.
@@ -100,10 +101,7 @@ def test_a_program_that_is_wrong_elsewhere_is_refused_for_that() -> None:
         total = all_reduce(x.square().sum(), "i", dst=I)  # no result of lax: the user says I
         return y.exp() * total
 
-    assert first_line(body) == (
-        "body: mul over axis 'i' of I and V: the I operand's gradient would differ between ranks "
-        "and never be summed."
-    )
+    hold_own(first_line(body))
     f = shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P("i"))
     with pytest.raises(ShardTypeError, match=r"self: float32\[1\], V, from exp at"):
         f(torch.ones(2, requires_grad=True))

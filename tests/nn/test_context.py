@@ -171,12 +171,8 @@ def test_positions_that_do_not_match_are_refused(options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("f", [ring_attention, ulysses_attention])
 def test_shapes_that_do_not_match_are_refused(f: Any) -> None:
-    with pytest.raises(LayerError) as error:
+    with told(LayerError):
         f(Q[:, :, :3], K, V, "tp")
-    assert str(error.value) == (
-        f"{f.__name__} takes q [..., t/n, h, d], k [..., t/n, g, d] and v [..., t/n, g, e] with g "
-        "dividing h, not q [2, 8, 3, 2], k [2, 8, 2, 2], v [2, 8, 2, 3]."
-    )
 
 
 def test_more_ranks_than_key_heads_are_refused() -> None:

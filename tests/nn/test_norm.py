@@ -119,9 +119,5 @@ def rms_one_device_of(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
 def test_a_weight_of_another_size_is_refused(norm: Any) -> None:
-    with pytest.raises(LayerError) as error:
+    with told(LayerError):
         norm(torch.ones(2, 3), torch.ones(4))
-    assert str(error.value) == (
-        f"{norm.__name__}: x [2, 3] has no last dimension of size 4, which weight [4] contracts. "
-        "Shapes are those of one rank."
-    )

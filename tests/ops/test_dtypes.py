@@ -30,7 +30,7 @@ from shardmap_torch import (
 from shardmap_torch.errors import ShardTypeError
 from tests.programs.support.everywhere import ON_EVERY_MESH, ON_REAL_RANKS, run_on
 from tests.programs.support.harness import global_value, random
-from tests.support.golden import told
+from tests.support.golden import hold_own, told
 from tests.support.pool import Gloo
 
 BF16 = torch.bfloat16
@@ -205,11 +205,7 @@ def test_simulated_ranks_round_gradients_from_outside_as_processes_do(name: str)
         gradient("vmap", True)
     named, told = str(caught.value).split(": ", 1)
     assert named.startswith(name)
-    assert told == (
-        "one batched program differentiates it from outside in the dtype of the operand, not "
-        "in those that comm_dtype and grad_comm_dtype name. Use a mesh of "
-        'make_mesh(..., simulate="ranks"), which "auto" chooses here.'
-    )
+    hold_own(told)
 
 
 MESH = make_mesh((2,), ("tp",), kind="simulated")
@@ -261,9 +257,4 @@ def test_a_conversion_to_a_type_that_a_value_does_not_have_is_refused(move: Any)
 
     with pytest.raises(ShardTypeError) as caught:
         shard_map(body, mesh=MESH, in_specs=P("tp"), out_specs=P("tp"))(torch.ones(2))
-    line = body.__code__.co_firstlineno + 1
-    assert str(caught.value) == (
-        f"body: {move.__name__} from R over 'tp', but the value is V.\n"
-        f'  at test_dtypes.py:{line}: out: Tensor = move(x, "tp", src=R, dst=R)\n'
-        "  the value is from input x (P('tp'))\nFix: say src=V."
-    )
+    hold_own(str(caught.value))

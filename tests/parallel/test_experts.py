@@ -15,6 +15,7 @@ from shardmap_torch.parallel.words import WORDS
 from tests.parallel.support.transformers_models import GROUPED, make_batch, make_model
 from tests.programs.support.harness import global_value, random, worker_mesh
 from tests.support.fuzzing import sampled
+from tests.support.golden import hold_own
 from tests.support.pool import Gloo
 
 
@@ -100,20 +101,11 @@ def refused(module: nn.Module, plan: Any, *args: Any) -> str:
 
 
 def test_what_is_no_module_of_experts_is_rejected() -> None:
-    assert refused(nn.Tanh(), "ep_dispatch_experts", random((2, 2), 0)) == (
-        "Tanh: ep_dispatch_experts is for a module with an integer num_experts that takes rows "
-        "[t, d], numbers of experts [t, k] and their weights [t, k], by position."
-    )
+    hold_own(refused(nn.Tanh(), "ep_dispatch_experts", random((2, 2), 0)))
 
 
 def test_experts_that_do_not_divide_are_rejected() -> None:
     model = make_model("mixtral", num_layers=1)
     config = copy.copy(model.config)
     config.num_local_experts = 3
-    assert refused(type(model)(config), model._ep_plan) == (
-        "parallelize: these parameters cannot be sharded on the simulated mesh (tp=2):\n"
-        "  model.layers.0.mlp.experts.gate_up_proj: dim 0 has size 3, which does not divide over "
-        "'tp' = 2 ranks (3 = 1*2 + 1)\n"
-        "  model.layers.0.mlp.experts.down_proj: dim 0 has size 3, which does not divide over "
-        "'tp' = 2 ranks (3 = 1*2 + 1)"
-    )
+    hold_own(refused(type(model)(config), model._ep_plan))

@@ -91,13 +91,8 @@ def test_an_exception_leaves_the_module_as_it_was() -> None:
 @pytest.mark.parametrize(("mode", "name"), [("keep", "cache"), ("below", "inner.scale")])
 def test_a_forward_that_sets_attributes_is_refused(mode: str, name: str) -> None:
     params, apply = functional(Careless(mode))
-    with pytest.raises(SpecError) as caught:
+    with told(SpecError):
         apply(params, torch.ones(1, 2))
-    assert str(caught.value) == (
-        "The forward sets attributes of the module, and here it runs on a copy of it:\n"
-        f"  {name}\n"
-        "Fix: set them before the module is called, or return the values."
-    )
 
 
 def test_a_forward_that_writes_into_buffers_is_refused() -> None:

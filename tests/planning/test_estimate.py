@@ -30,7 +30,7 @@ from shardmap_torch import (
 from shardmap_torch.errors import ShardTypeError, SpecError, TransformError
 from shardmap_torch.ops.gather import gather_starter
 from shardmap_torch.planning import Hardware, estimate
-from tests.support.golden import told
+from tests.support.golden import hold_own, told
 from tests.support.pool import Gloo
 
 UNIT = Hardware(
@@ -181,18 +181,7 @@ def test_a_report_says_time_memory_and_messages() -> None:
     f = shard_map(
         lambda x: all_reduce(x.sum(), "tp", dst=I), mesh=mesh, in_specs=P("tp"), out_specs=P()
     )
-    line = inspect.getsourcelines(test_a_report_says_time_memory_and_messages)[1] + 3
-    assert str(estimate(f, ShapeDtype((200,)), hardware=UNIT)) == (
-        "<lambda> on the abstract mesh (tp=2), each rank on unit:\n"
-        "  time    1.04 s, 0 FLOP, 0% of the peak\n"
-        "  memory  408 B of 1 MB at most, at "
-        f"test_estimate.py:{line}: lambda x: "
-        'all_reduce(x.sum(), "tp", dst=I), mesh=mesh, in_specs=P("tp"), out_specs=P()\n'
-        "         400 B  arguments\n"
-        "           4 B  forward\n"
-        "           4 B  messages\n"
-        "  tp: sends 4 B, waits 40 ms"
-    )
+    hold_own(str(estimate(f, ShapeDtype((200,)), hardware=UNIT)))
 
 
 def test_a_body_that_does_something_else_than_when_it_was_checked_is_an_error() -> None:
@@ -218,12 +207,8 @@ def test_a_body_that_does_something_else_than_when_it_was_checked_is_an_error() 
 
 
 def test_a_function_that_is_not_mapped_and_a_value_that_is_asked_for_are_errors() -> None:
-    with pytest.raises(TransformError) as error:
+    with told(TransformError, 2):
         estimate(len, torch.ones(1), hardware=UNIT)
-    assert str(error.value) == (
-        "estimate takes a shard_mapped function or a parallelized module, "
-        "not <built-in function len>."
-    )
     mesh = make_mesh((2,), ("tp",), kind="abstract")
     f = shard_map(
         lambda x: x if x.sum() > 0 else -x, mesh=mesh, in_specs=P(invariant="tp"), out_specs=P()

@@ -1,6 +1,5 @@
 """Figures of hardware are positive, sourced, and read from files with every mistake named."""
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from shardmap_torch import SpecError, make_mesh
 from shardmap_torch.planning import A100, B200, H100, H200, Hardware, read_hardware, this_machine
 from shardmap_torch.planning.dry_run import Step
 from shardmap_torch.planning.hardware import ranks_per_host
+from tests.support.golden import hold_own
 
 
 @pytest.mark.parametrize("hardware", [A100, H100, H200, B200], ids=lambda each: each.name)
@@ -37,14 +37,7 @@ def test_every_mistake_of_a_file_is_named(tmp_path: Path) -> None:
     path.write_text('name = "x"\nmemory = -1\nspeed = 1\n[flops]\nbf16 = 1e14\n')
     with pytest.raises(SpecError) as error:
         read_hardware(path)
-    words = ", ".join(sorted(each.name for each in fields(Hardware)))
-    assert str(error.value) == (
-        f"read_hardware: {path}:\n"
-        "  bandwidth is missing\n"
-        "  flops is a table of numbers by dtype, such as bfloat16 = 989e12\n"
-        "  memory=-1 is no positive number\n"
-        f"  speed is none of {words}"
-    )
+    hold_own(str(error.value))
     path.write_text("name = ")
     with pytest.raises(SpecError, match=r"^read_hardware: .* is no TOML file: Invalid value"):
         read_hardware(path)

@@ -58,12 +58,8 @@ def test_each_rank_of_an_axis_gets_a_key_of_its_own(kind: str, gloo: Gloo) -> No
 
 
 def test_a_tensor_that_is_no_key_is_refused_by_name() -> None:
-    with pytest.raises(ShardMapError) as error:
+    with told(ShardMapError, 2):
         random.split(torch.ones(2))
-    assert str(error.value) == (
-        "random.split takes a key, an int64 scalar tensor as from random.key(seed), not a "
-        "torch.float32 tensor."
-    )
     with told(ShardMapError):
         random.fold_in(3, 1)  # type: ignore[arg-type]
 

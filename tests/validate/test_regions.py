@@ -22,6 +22,7 @@ from shardmap_torch import (
     validate_rule,
 )
 from tests.run.trials.support.regions import TABLE, TOKENS, lookup, random, ring, weigh
+from tests.support.golden import hold_own
 
 
 @torch.library.custom_op("validate_test::wrong_relu", mutates_args=())
@@ -122,27 +123,17 @@ def test_region_that_the_checker_refuses_is_refused_here_too() -> None:
 
 
 def test_dims_that_do_not_divide_are_an_error_with_the_arithmetic() -> None:
-    assert message(lookup(), random(10, 3), TOKENS, num_ranks=4) == (
-        "validate_rule: rows: the arguments do not match:\n"
-        "  argument[0]: dim 0 has size 10, which does not divide over 'tp' = 4 ranks "
-        "(10 = 2*4 + 2)"
-    )
+    hold_own(message(lookup(), random(10, 3), TOKENS, num_ranks=4))
 
 
 def test_arguments_that_do_not_fit_the_types_are_an_error() -> None:
-    assert message(lookup(), TABLE) == (
-        "validate_rule: rows: the arguments do not match:\n"
-        "  argument: the specs have 2 items here, the value has 1"
-    )
+    hold_own(message(lookup(), TABLE))
 
     @local_region(in_types=(None,), out_types=P("tp"))
     def region(x: Tensor) -> Tensor:
         return x
 
-    assert message(region, random(2)) == (
-        "validate_rule: region: the arguments do not match:\n"
-        "  argument[0]: is a tensor, which needs a P"
-    )
+    hold_own(message(region, random(2)), 2)
 
 
 def test_not_a_number_on_some_ranks_is_found() -> None:
@@ -160,10 +151,7 @@ def test_integers_that_are_a_sum_are_an_error() -> None:
     def region(x: Tensor) -> Tensor:
         return x
 
-    assert message(region, TOKENS) == (
-        "validate_rule: region: the arguments do not match:\n"
-        "  argument[0]: is a sum over ['tp'], and not floating"
-    )
+    hold_own(message(region, TOKENS))
 
 
 def test_gradient_that_flows_on_some_meshes_only_is_found() -> None:

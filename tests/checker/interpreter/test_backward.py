@@ -7,6 +7,7 @@ from torch import Tensor
 from shardmap_torch import I, Mesh, P, ShardTypeError, all_reduce, make_mesh, shard_map
 from tests.programs.support.everywhere import ON_REAL_RANKS, run_on, same
 from tests.programs.support.harness import random
+from tests.support.golden import hold_own
 from tests.support.pool import Gloo
 
 
@@ -51,9 +52,4 @@ def test_inputs_that_are_no_leaves_are_refused_and_others_limit_the_backward() -
     assert f(torch.tensor(2.0), torch.ones(4), True).item() == 8.0
     with pytest.raises(ShardTypeError) as caught:
         f(torch.tensor(2.0), torch.ones(4), False)
-    line = limited.__code__.co_firstlineno + 3
-    assert str(caught.value) == (
-        f"limited: backward() at test_backward.py:{line}: "
-        "torch.autograd.backward((inner * x).sum(), inputs=[leaf if of_leaf else inner]) names a "
-        "tensor in inputs= that is no leaf.\nFix: take its gradient with torch.autograd.grad."
-    )
+    hold_own(str(caught.value))

@@ -19,6 +19,7 @@ from shardmap_torch import (
     shard_map,
 )
 from tests.nn.support.cases import Case, assert_equal_on_processes, assert_equals_one_device, random
+from tests.support.golden import hold_own
 from tests.support.pool import Gloo
 
 
@@ -109,10 +110,7 @@ def refusal(copy: Any, reduce: Any, check: Any) -> str:
 @pytest.mark.parametrize("check", [True, "global"])
 def test_a_sum_whose_backward_sums_again_is_refused(check: Any) -> None:
     text = refusal(Copy, ReduceTwice, check)
-    assert text.splitlines()[0] == (
-        "<lambda>: all_reduce('tp', Partial -> R) takes Partial (a pending sum over the ranks) "
-        "over 'tp', but its operand is I (equal on all ranks, one computation repeated)."
-    )
+    hold_own(text.splitlines()[0])
 
 
 def test_a_sum_of_the_forward_is_not_used_in_different_ways() -> None:

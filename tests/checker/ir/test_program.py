@@ -32,7 +32,7 @@ from shardmap_torch import (
     trace,
     typeof,
 )
-from tests.support.golden import told
+from tests.support.golden import hold_own, told
 
 MESH = make_mesh((2, 4), ("dp", "tp"), kind="abstract")
 X = ShapeDtype((8, 16))
@@ -174,13 +174,7 @@ def asserting(types: dict[str, Any]) -> str:
 
 
 def test_a_wrong_assertion_tells_both_types_and_where_the_value_is_from() -> None:
-    line = asserting.__code__.co_firstlineno + 1
-    assert asserting({"dp": I}) == (
-        "<lambda>: assert_type expects I over 'dp', but the value is V.\n"
-        f"  at test_program.py:{line}: f = shard_map(lambda x: assert_type(x, types), "
-        'mesh=MESH, in_specs=P("dp"), out_specs=P("dp"))\n'
-        "  the value is from input x (P('dp'))"
-    )
+    hold_own(asserting({"dp": I}))
 
 
 def test_an_assertion_on_an_unknown_axis_or_on_a_shard_is_refused() -> None:
@@ -208,11 +202,8 @@ def test_only_a_shard_mapped_function_can_be_checked() -> None:
     ("shape", "dtype"), [((4, -1), torch.float32), ("4", torch.float32), ((4,), "float32")]
 )
 def test_what_is_no_shape_or_dtype_is_told_where_it_is_made(shape: Any, dtype: Any) -> None:
-    with pytest.raises(SpecError) as caught:
+    with told(SpecError):
         ShapeDtype(shape, dtype)
-    assert str(caught.value) == (
-        f"ShapeDtype takes a tuple of sizes and a torch.dtype, not {shape!r} and {dtype!r}."
-    )
 
 
 def test_a_product_of_several_dtypes_is_refused_as_with_data() -> None:

@@ -18,6 +18,7 @@ from shardmap_torch import (
     shard_map,
 )
 from shardmap_torch.checker.rules.registry import row_of
+from tests.support.golden import hold_own, told
 
 aten = torch.ops.aten
 MESH = make_mesh((2,), ("i",), kind="simulated", simulate="ranks")
@@ -43,17 +44,9 @@ def test_a_custom_operator_is_refused_until_it_has_a_rule() -> None:
     f = shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P())
     with pytest.raises(ShardTypeError) as caught:
         f(torch.ones(2))
-    line = body.__code__.co_firstlineno + 1
-    assert str(caught.value) == (
-        "body: shardmap_test.double.default is refused: nothing is known about what it does to the "
-        "ranks' values; declare it with register_rule.\n"
-        f'  at test_registry.py:{line}: y: Tensor = double(reinterpret(x, "i", src=V, dst=Partial))'
-    )
-    with pytest.raises(ShardTypeError) as caught:
+    hold_own(str(caught.value))
+    with told(ShardTypeError, 2) as caught:
         register_rule(op, Row(linear=(("y",),)))
-    assert str(caught.value) == (
-        "register_rule: shardmap_test.double.default has no argument 'y'; it has x."
-    )
     register_rule(op, Row(linear=(("x",),)))
     torch.testing.assert_close(f(torch.ones(2)), torch.tensor([4.0]))
     with pytest.raises(ShardTypeError) as caught:

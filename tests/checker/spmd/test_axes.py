@@ -115,12 +115,8 @@ def test_local_axes_come_first_in_a_dim_that_several_shard() -> None:
 
 @pytest.mark.parametrize("check", [{"tp": "strict"}, {1: "local"}, {"tp": True}, "pp", 3, [1]])
 def test_another_check_is_no_strictness(check: Any) -> None:
-    with pytest.raises(SpecError) as raised:
+    with told(SpecError):
         run(ring, 2, check)
-    assert str(raised.value) == (
-        "check is True, False, 'local' or 'global', or a dict from axes to 'local' or 'global', "
-        f"not {check!r}."
-    )
 
 
 def test_an_axis_that_the_mesh_lacks_cannot_be_checked() -> None:

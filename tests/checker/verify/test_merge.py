@@ -31,10 +31,7 @@ def test_types_that_the_paths_never_agree_on_are_refused(monkeypatch: pytest.Mon
         return loss(x, w) if big else all_reduce(x.sum(), "tp", dst=I)
 
     monkeypatch.setattr(verdict, "_ROUNDS", 0)  # no program is known that needs more than one
-    assert rejection(body, X, W, in_specs=SPECS, out_specs=P()) == (
-        "body: no types of the inputs and results were found that suit all paths through the "
-        "body.\nFix: name the axes of inputs in replicate= or invariant=, or use torch.where."
-    )
+    hold_own(rejection(body, X, W, in_specs=SPECS, out_specs=P()))
 
 
 def test_an_input_that_two_ways_need_differently_is_refused() -> None:
@@ -44,18 +41,7 @@ def test_an_input_that_two_ways_need_differently_is_refused() -> None:
             return loss(x, w)
         return all_reduce(x.sum(), "tp", dst=I) * w.sum()
 
-    line = body.__code__.co_firstlineno + 2
-    mm = f"{loss.__code__.co_firstlineno + 1}: return all_reduce"
-    assert rejection(body, X, W, in_specs=SPECS, out_specs=P()).splitlines() == [
-        "body: the paths through the body need different types of input w over 'tp':",
-        "  a sum over the ranks, as from replicate=, of the gradient from mm at "
-        f'branching.py:{mm}((x @ w).square().sum(), "tp", dst=I)',
-        f"    where #1 is True at test_merge.py:{line}: if big:",
-        "  no sum, as from invariant=, of the gradient from mul at "
-        f'test_merge.py:{line + 2}: return all_reduce(x.sum(), "tp", dst=I) * w.sum()',
-        f"    where #1 is False at test_merge.py:{line}: if big:",
-        "Fix: give them one type before they leave the branch, or use torch.where.",
-    ]
+    hold_own(rejection(body, X, W, in_specs=SPECS, out_specs=P()))
 
 
 def leaving(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:

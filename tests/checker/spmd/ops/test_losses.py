@@ -18,6 +18,7 @@ from shardmap_torch import (
     make_mesh,
     shard_map,
 )
+from tests.support.golden import hold_own
 from tests.support.pool import Gloo
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -76,16 +77,7 @@ def test_averaged_means_of_a_loss_are_its_mean_on_one_device(of: Loss, simulate:
 def test_a_run_in_which_a_target_is_ignored_raises(simulate: str) -> None:
     with pytest.raises(ShardTypeError) as raised:
         run(functional.cross_entropy, IGNORED, simulate=simulate)
-    line = averaged.__code__.co_firstlineno + 4
-    assert str(raised.value).splitlines() == [
-        "step: check='global': cross_entropy averages over a sharded dim, and a target is "
-        "ignore_index=-100: shards that leave out different numbers of entries have means of "
-        "different weights.",
-        f"  at test_losses.py:{line}: gradient, value = torch.func.grad_and_value(lambda w: "
-        "of(x @ w, t))(w)",
-        "Fix: take reduction='sum', all_reduce it, and divide by the number of entries that "
-        "count: all_reduce((target != ignore_index).sum(), axis, dst=I).",
-    ]
+    hold_own(str(raised.value))
 
 
 def test_a_run_in_which_a_target_with_smoothed_labels_is_ignored_raises() -> None:
