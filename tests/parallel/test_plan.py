@@ -97,35 +97,20 @@ def test_what_is_no_plan_no_module_no_axis_or_parallel_already_is_an_error() -> 
     hold_own(refused(nn.Sequential(module), {}), 4)
 
 
-LAYOUTS = "a layout is Shard(dim), Replicate() or Partial(), not"
-
-WRONG: list[tuple[ParallelStyle, str]] = [
-    (ColwiseParallel(input_layouts="tp"), f"{LAYOUTS} 'tp'"),  # type: ignore[arg-type]
-    (RowwiseParallel(output_layouts=Partial("max")), f"{LAYOUTS} Partial(max)"),
-    (
-        PrepareModuleInput(input_layouts=(None, 3), desired_input_layouts=(None, Shard(0))),  # type: ignore[arg-type]
-        f"{LAYOUTS} 3",
-    ),
-    (
-        PrepareModuleInput(input_layouts=(None,), desired_input_layouts=(Shard(0),)),
-        "Shard(dim=0) is desired, and nothing says from what; give both layouts, or None",
-    ),
-    (
-        PrepareModuleInput(
-            input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"y": Shard(0)}
-        ),
-        "input_kwarg_layouts and desired_input_kwarg_layouts must both name 'x'",
+WRONG: list[ParallelStyle] = [
+    ColwiseParallel(input_layouts="tp"),  # type: ignore[arg-type]
+    RowwiseParallel(output_layouts=Partial("max")),
+    PrepareModuleInput(input_layouts=(None, 3), desired_input_layouts=(None, Shard(0))),  # type: ignore[arg-type]
+    PrepareModuleInput(input_layouts=(None,), desired_input_layouts=(Shard(0),)),
+    PrepareModuleInput(
+        input_kwarg_layouts={"x": Shard(0)}, desired_input_kwarg_layouts={"y": Shard(0)}
     ),
 ]
 
 
-@pytest.mark.parametrize(("style", "text"), WRONG, ids=lambda x: type(x).__name__)
-def test_arguments_that_cannot_be_meant_are_refused(style: ParallelStyle, text: str) -> None:
-    message = refused(models.mlp(), {"0": style})
-    assert message.splitlines()[:2] == [
-        "parallelize: the plan does not match Sequential:",
-        f"  '0': {text}",
-    ]
+@pytest.mark.parametrize("style", WRONG, ids=lambda x: type(x).__name__)
+def test_arguments_that_cannot_be_meant_are_refused(style: ParallelStyle) -> None:
+    hold_own(refused(models.mlp(), {"0": style}))
 
 
 def test_the_styles_are_those_of_torch() -> None:
