@@ -5,8 +5,9 @@ comes from there is lost in rounding, as after many gates of random logits. So e
 one device has to be larger than rounding in some trial that the ranks have passed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import Any, Final
 
@@ -29,6 +30,10 @@ _MARGIN: Final = 100.0
 
 _SAME: Final = 1e-13
 """Differences of results, relative to these, which rounding makes of no dependence."""
+
+_OFF: Final = 1e-14
+_MOVED: Final = 1e-2
+"""By what part inputs are off, and from what part on a gradient that moves is rounding."""
 
 _RUNS: Final = 24
 """Maximal number of blocks that are changed one by one; else the same block of all inputs is."""
@@ -114,26 +119,33 @@ class Dependence:
     def _path(self, at: int) -> str:
         return self.one.call.match.paths[at]
 
-    def _differentiate(
-        self, inputs: Mapping[int, Tensor], evaluation: Evaluation, results: Values, draw: Draw
-    ) -> set[tuple[int, int, str, int]]:
-        """Pulls a random cotangent of each block back; returns the pairs that depend."""
-        covered: set[tuple[int, int, str, int]] = set()
-        totals = {at: torch.zeros_like(x) for at, x in inputs.items()}
-        pulled: list[tuple[str, int, dict[int, Tensor]]] = []
+    def _pulled(
+        self, evaluation: Evaluation, results: Values, draw: Draw
+    ) -> Iterator[tuple[str, int, dict[int, Tensor]]]:
+        """Pulls a random cotangent of each block of each result back."""
         seeded = self.one.record.seeds.keys() & results.keys()
         zeros = {name: torch.zeros_like(results[name]) for name in seeded}
         for position, (name, y) in enumerate(results.items()):
-            if name not in seeded:
-                continue
             cotangent = draw.cotangent(position, y)
-            for number, block in self._result_blocks(name, y):
+            for number, block in self._result_blocks(name, y) if name in seeded else ():
                 masked = torch.zeros_like(cotangent)
                 masked[block] = cotangent[block]
-                found = self.one.gradients(evaluation, {**zeros, name: masked})
-                for at, g in found.items():
-                    totals[at] += g
-                pulled.append((name, number, found))
+                yield name, number, self.one.gradients(evaluation, {**zeros, name: masked})
+
+    def _differentiate(
+        self, inputs: Mapping[int, Tensor], evaluation: Evaluation, results: Values, draw: Draw
+    ) -> set[tuple[int, int, str, int]]:
+        """Looks at gradients of each block; returns the pairs that depend.
+
+        Where inputs are off by rounding, what it leaves of a gradient that is zero, as of a key's
+        bias, is another one. What is small, as a product of many gates, is about the same.
+        """
+        covered: set[tuple[int, int, str, int]] = set()
+        pulled = [*self._pulled(evaluation, results, draw)]
+        totals = {at: torch.zeros_like(x) for at, x in inputs.items()}
+        for at, g in ((at, g) for *_, found in pulled for at, g in found.items()):
+            totals[at] += g
+        near = self._near(draw)
         for name, number, found in pulled:
             y = results[name]
             part = y[dict(self._result_blocks(name, y))[number]]
@@ -143,14 +155,29 @@ class Dependence:
                 for other, block in self._blocks(at, g):
                     if not bool((g[block] != 0).any()):
                         continue
-                    covered.add((at, other, name, number))
                     moved = float((g[block] * inputs[at][block]).abs().max())
+                    if moved <= floor:
+                        apart = (near(name, number)[at][block] - g[block]).abs().max()
+                        if bool(apart > _MOVED * g[block].abs().max()):
+                            continue
+                    covered.add((at, other, name, number))
                     self._note((name, number, self._path(at), other), draw, moved > floor)
                     if self.one.likes[at].grad:
                         seen = bool((g[block].abs() > allowed[block]).any())
                         gradient = GRADIENT + self._path(at), other, name, number
                         self._note(gradient, draw, seen)
         return covered
+
+    def _near(self, draw: Draw) -> Callable[[str, int], Mapping[int, Tensor]]:
+        """Returns what gives the gradients of a block where inputs are off by rounding."""
+
+        @cache
+        def gradients() -> Mapping[tuple[str, int], Mapping[int, Tensor]]:
+            near = replace(draw, style=replace(draw.style, jitter=_OFF))
+            pulled = self._pulled(*self._evaluate(near.values(self.one.likes), near), near)
+            return {(name, number): found for name, number, found in pulled}
+
+        return lambda name, number: gradients()[name, number]
 
     def _change(
         self,

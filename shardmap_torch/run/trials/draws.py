@@ -207,7 +207,8 @@ class Draw:
     def _jittered(self, x: Tensor, generator: torch.Generator) -> Tensor:
         if not (x.is_floating_point() or x.is_complex()):
             return x
-        return x * (1 + self.style.jitter * torch.randn(x.shape, generator=generator))
+        off = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+        return x * (1 + self.style.jitter * off)
 
     def another(self) -> "Draw":
         """Returns a choice of other numbers of the same style; booleans and integers random."""
