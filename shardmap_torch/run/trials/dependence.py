@@ -33,7 +33,7 @@ _SAME: Final = 1e-13
 
 _OFF: Final = 1e-14
 _MOVED: Final = 1e-2
-"""By what part inputs are off, and from what part on a gradient that moves is rounding."""
+"""The part by which inputs are off, and that from which a gradient that moves is rounding."""
 
 _RUNS: Final = 24
 """Maximal number of blocks that are changed one by one; else the same block of all inputs is."""
@@ -126,8 +126,10 @@ class Dependence:
         seeded = self.one.record.seeds.keys() & results.keys()
         zeros = {name: torch.zeros_like(results[name]) for name in seeded}
         for position, (name, y) in enumerate(results.items()):
+            if name not in seeded:
+                continue
             cotangent = draw.cotangent(position, y)
-            for number, block in self._result_blocks(name, y) if name in seeded else ():
+            for number, block in self._result_blocks(name, y):
                 masked = torch.zeros_like(cotangent)
                 masked[block] = cotangent[block]
                 yield name, number, self.one.gradients(evaluation, {**zeros, name: masked})
