@@ -1,9 +1,7 @@
 """Meshes: layout, names, and what is wrong with a bad one."""
 
-import linecache
 import threading
-import warnings
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DistributedSampler
 
 from shardmap_torch import Mesh, MeshError, current_mesh, make_mesh, use_mesh
 from shardmap_torch.control.groups import TORCHRUN_VARIABLES
@@ -186,27 +183,3 @@ def test_groups_are_made_where_one_rank_has_made_more_than_others(gloo: Gloo) ->
     assert gloo(4).run(makes_groups_after_one_of_its_own) == [
         each * 2 for each in (*expected, [4.0, 4.0, 5.0, 6.0])
     ]
-
-
-def test_a_sampler_that_leaves_out_rows_on_a_simulated_mesh_is_told() -> None:
-    mesh, data = make_mesh((2,), ("dp",), kind="simulated"), cast(Any, range(8))
-    with pytest.warns(UserWarning, match=r"the sampler leaves out the rows of all others") as told:
-        half: list[Any] = [
-            DistributedSampler(data, num_replicas=mesh.size, rank=mesh.rank),
-            DistributedSampler(
-                data,
-                mesh.shape["dp"],
-                mesh.rank,
-            ),
-        ]
-    assert [len(each) for each in half] == [4, 4]
-    lines = [linecache.getline(each.filename, each.lineno).strip() for each in told]
-    assert [line[-11:] for line in lines] == ["mesh.rank),", "mesh.rank,"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        whole: Any = DistributedSampler(data, num_replicas=1, rank=mesh.rank)
-        ready = dist.is_initialized()
-        none: Any = DistributedSampler(data, mesh.size, mesh.rank) if ready else None
-        one = make_mesh((1,), ("dp",), kind="simulated")
-        assert len(DistributedSampler(data, one.size, one.rank)) == len(whole) == 8
-    assert none is None

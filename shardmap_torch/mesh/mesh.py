@@ -1,14 +1,10 @@
 """Mesh: a grid of ranks, how they run, and the process groups along its axes."""
 
-import linecache
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from math import prod
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakSet
 
@@ -21,7 +17,6 @@ from shardmap_torch.control.start import current
 from shardmap_torch.control.waiting import within
 from shardmap_torch.core.ambient import SCOPES
 from shardmap_torch.core.caching import Memo
-from shardmap_torch.core.source_location import Site, warn_at
 from shardmap_torch.errors import MeshError, show
 
 
@@ -43,13 +38,6 @@ class Count(int):
 
     def __rtruediv__(self, other: float) -> float:
         return other / self.here
-
-
-_SAMPLED: Final = (
-    "a simulated mesh has all ranks in one process, whose mesh.rank is 0: the sampler leaves out "
-    "the rows of all others.\nFix: sampler = DistributedSampler(...) if dist.is_initialized() else "
-    "None, and batches with the rows of all ranks; plain, for modules with dp= or fsdp=."
-)
 
 
 class Grid:
@@ -296,9 +284,6 @@ class Mesh(Grid):
                 "program. Use axis_index(axis), a tensor that varies; ask outside of the body "
                 "which process prints."
             )
-        if rank is None and self.size > 1 and not torch.compiler.is_compiling():
-            asking = sys._getframe(1)
-            _warn_of_sampler(asking.f_code, asking.f_lasti)
         return 0 if rank is None else rank
 
     def processes_of(self, ranks: Sequence[int]) -> list[int]:
@@ -436,14 +421,3 @@ class Mesh(Grid):
         """Formats it as `simulated mesh (dp=2, tp=4)`."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.shape.items())
         return f"{self.kind} mesh ({sizes})"
-
-
-@cache
-def _warn_of_sampler(code: CodeType, at: int) -> None:
-    """Warns where a sampler would leave out the rows of all ranks but one, which no process has."""
-    line, _, _, column = (x or 0 for x in [*code.co_positions()][at // 2])
-    lines = linecache.getlines(code.co_filename)[max(line - 6, 0) : line + 5]
-    first, near = sum(map(len, lines[: min(line, 6) - 1])) + column, "".join(lines)
-    given = re.search(r"Sampler\(((?:[^()]|\([^()]*\))*)$", near[:first])
-    if given and re.search(r"\.(size|shape)\b", given[1] + near[first:].split(")")[0]):
-        warn_at(Site(code.co_filename, line), _SAMPLED)
