@@ -1,6 +1,7 @@
 """Whole texts that tests compare with, by the name of the test that raises them.
 
-`SHARDMAP_GOLDEN=1 pytest FILES` writes them; read the difference before you commit it.
+`SHARDMAP_GOLDEN=1 pytest FILES` writes them, with `SHARDMAP_FUZZ=1` those of all cases; read the
+difference before you commit it.
 """
 
 import os
