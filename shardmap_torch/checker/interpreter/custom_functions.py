@@ -131,10 +131,7 @@ def follow_hooks(interpreter: "Interpreter", func: Any, args: Any, kwargs: Any) 
     Raises:
         ShardTypeError: under global strictness, which compares the whole body by numbers.
     """
-    node, reader = (
-        current_autograd_node(),
-        sys._getframe(4),
-    )  # this, and three functions of the mode
+    node, reader = current_autograd_node(), sys._getframe(4)  # this, and three of the mode
     is_compared = is_observed(interpreter) if node is None else _is_compared(interpreter, node)
     is_compared &= not is_of_library(reader)
     is_followed = func is Tensor.register_hook and node is None
@@ -163,13 +160,15 @@ def _seen(
     Where it is compared, it is as a backward of the user's own is.
     """
     operand = use_of("", base_of(value), interpreter.storage_type(value))
-    site = definition_of(hook)
+    site, number = definition_of(hook), len(interpreter.hooked)
+    interpreter.hooked.append(base_of(value))  # not in the hook, which the value has in turn
 
     @wraps(hook)
     def seen(gradient: Tensor) -> Tensor:
         lent = _lent(interpreter, gradient)
         if is_compared:
-            interpreter.observer.on_backward_start(_HOOKED, [base_of(value)], [base_of(lent)])
+            values = [interpreter.hooked[number]]
+            interpreter.observer.on_backward_start(_HOOKED, values, [base_of(lent)])
         with interpreter.seeing():
             found = hook(lent)
         found = lent if found is None else found
@@ -177,7 +176,7 @@ def _seen(
         giver = Giver("a value", "a hook on it", site, uses_of(interpreter, [lent]))
         found = settled(interpreter, operand, found, giver)
         if is_compared:
-            interpreter.observer.on_backward_end(_HOOKED, [base_of(value)], [base_of(found)])
+            interpreter.observer.on_backward_end(_HOOKED, values, [base_of(found)])
         return found
 
     return seen

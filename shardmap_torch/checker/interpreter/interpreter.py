@@ -114,6 +114,7 @@ class TypeStore:
         running: the backwards that the checker has started, and that run.
         asks_nodes: whether the body has had nodes of autograd, on which hooks may be registered.
         has_hooks: whether it has registered hooks on tensors.
+        hooked: the tensors on which it has, as long as the check runs.
         own: by their nodes, contexts in which the user's own backwards run.
         seeing: makes a context in which functions of torch are seen, also in a backward.
         unversioned: storages of which the body has `.data`: writes that autograd does not see.
@@ -144,6 +145,7 @@ class TypeStore:
         self.values: dict[tuple[Node, int], Tensor] = {}
         self.watched: set[Node] = set()
         self.asks_nodes = self.has_hooks = False
+        self.hooked: list[Tensor] = []
         self.own: dict[Node, ExitStack] = {}
         self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
         self.regions: list[range] = []
@@ -157,6 +159,7 @@ class TypeStore:
         """
         self.values.clear()
         self.watched.clear()
+        self.hooked.clear()
         self.own.clear()
         self.seeing = nullcontext
         self.copies.forget_tensors()
