@@ -12,7 +12,7 @@ import os
 import sys
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn import functional
 
 mesh = init_device_mesh("cpu", (2,))

@@ -12,8 +12,7 @@ import os
 import sys
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.nn import functional
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 mesh = init_device_mesh("cpu", (2,))
 rank = torch.distributed.get_rank()
