@@ -326,7 +326,7 @@ def _broadcast_node(
     if type(prefix) is not type(tree):
         yield _differing_nodes(prefix, tree, path)
     elif specs.entries != level.entries:
-        yield Mismatch(path, _differing_entries(specs.entries, level.entries))
+        yield Mismatch(path, _differing_entries(specs.entries, level))
     else:
         for spec, child, entry in zip(specs.children, level.children, level.entries, strict=True):
             yield from broadcast_prefix(spec, child, level.step(entry, path), is_spec)
@@ -378,11 +378,20 @@ def _differing_nodes(prefix: Tree, tree: Tree, path: str) -> Mismatch:
     return Mismatch(path, f"the specs have a {specs} here, the value is a {value}")
 
 
-def _differing_entries(specs: tuple[Any, ...], value: tuple[Any, ...]) -> str:
+def _differing_entries(specs: tuple[Any, ...], level: _Level) -> str:
+    value = level.entries
     if all(isinstance(entry, int) for entry in (*specs, *value)):
-        items = counted(len(specs), "item", "items")
-        return f"the specs have {items} here, the value has {len(value)}"
+        items, lack = counted(len(specs), "item", "items"), len(specs) - len(value)
+        shown = ", ".join(map(_described, level.children[:6])) + ", ..." * (len(value) > 6)
+        inner = [x for x in level.children if type(x) in _PLAIN and len(x) - 1 == lack]
+        star = f"; with a * before the {_described(inner[0])} it has {len(specs)}" if inner else ""
+        return f"the specs have {items} here, the value has {len(value)}: {shown}{star}"
     missing = [entry for entry in value if entry not in specs]
     extra = [entry for entry in specs if entry not in value]
     parts = [f"no spec for {missing}"] * bool(missing) + [f"specs for absent {extra}"] * bool(extra)
     return "; ".join(parts)
+
+
+def _described(tree: Tree) -> str:
+    name = "Tensor" if isinstance(tree, torch.Tensor) else type(tree).__name__
+    return f"{name} of {len(tree)}" if type(tree) in _PLAIN else name

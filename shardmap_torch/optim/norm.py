@@ -85,7 +85,8 @@ def clip_by_global_norm(
     """Scales all leaves so that their global norm is at most `max_norm`.
 
     Works where `global_norm` does, and sends what it sends. The scale is min(1, max_norm / norm):
-    a tree whose norm is smaller is returned unchanged, bit for bit. A norm that is no finite number
+    a tree whose norm is smaller is returned unchanged, bit for bit (torch adds 1e-6 to the norm it
+    divides by: of [3, 4] clipped to 1 it makes 0.59999988). A norm that is no finite number
     makes every leaf nan or zero, as with `torch.nn.utils.clip_grad_norm_`; check the norm.
 
     Args:

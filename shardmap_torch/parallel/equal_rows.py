@@ -53,7 +53,9 @@ def reject_equal_shards(name: str, mesh: Mesh, shards: Mapping[str, Tensor]) -> 
             "state_dict() has no others.\n"
             "Fix: save by shardmap_torch.saving or torch.distributed.checkpoint; or let all ranks "
             "call get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), "
-            "one save what it returns, and all load it by set_model_state_dict with these options."
+            "one save what it returns, and all load it by set_model_state_dict with these options. "
+            "With the states of an optimizer, which have the same shards: get_state_dict(module, "
+            "optimizer, options=...) and set_state_dict."
         )
 
 

@@ -1,5 +1,7 @@
 """Modules as pure functions: `functional`, and modules bound to other tensors without a change."""
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_
@@ -8,6 +10,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from shardmap_torch.core.source_location import Site
 from shardmap_torch.errors import SpecError, listing
 from shardmap_torch.parallel.rebound import Rebinding
 
@@ -68,7 +71,7 @@ class BoundModule:
         self._adapt = adapt
         self._copies: dict[int, nn.Module] = {}
         self._rebind = Rebinding(self._counterpart)
-        self._written: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = []
+        self._written: list[tuple[str, type, Mapping[str, Any], Mapping[str, Any]]] = []
         self.root = self._copy(module)
 
     def _exchange(
@@ -89,8 +92,8 @@ class BoundModule:
             SpecError: names every attribute that was set.
         """
         names = [
-            f"{path}.{name}" if path else name
-            for path, now, before in self._written
+            (f"{path}.{name}" if path else name) + _place_of(kind, name)
+            for path, kind, now, before in self._written
             if len(now) != len(before) or not all(map(is_, now.values(), before.values()))
             for name in _changed(now, before)
             if name not in _RECOMPUTED
@@ -121,7 +124,8 @@ class BoundModule:
             del state["forward"]  # a cycle would keep the tensors
         path = self._modules[id(module)]
         self._adapt(path, copy)
-        self._written += [(path, each, dict(each)) for each in (state, copy._buffers)]
+        kind = type(module)
+        self._written += [(path, kind, each, dict(each)) for each in (state, copy._buffers)]
         return copy
 
     def _counterpart(self, item: Any) -> Any:
@@ -202,3 +206,18 @@ def _check_names(module: nn.Module, params: Mapping[str, Tensor]) -> None:
     problems += [f"{name}: is not a parameter of it" for name in params if name not in names]
     if problems:
         raise SpecError(listing(f"{type(module).__name__}: params do not match:", problems))
+
+
+def _place_of(kind: type, name: str) -> str:
+    """Returns where a class sets an attribute last, as ` at FILE:LINE: SOURCE`, if its code shows.
+
+    The forward comes after `__init__`, and an attribute is mostly set in one of the two.
+    """
+    try:
+        lines, start = inspect.getsourcelines(kind)
+        file = inspect.getsourcefile(kind) or ""
+    except (OSError, TypeError):
+        return ""
+    sets = re.compile(rf"\bself\.{re.escape(name)}\b[^=]*[^=!<>]=(?!=)")
+    found = [at for at, line in enumerate(lines, start) if sets.search(line)]
+    return f" at {Site(file, found[-1])}" if found else ""

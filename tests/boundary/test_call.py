@@ -95,7 +95,7 @@ ARGUMENTS: list[tuple[Callable[[], Any], list[str]]] = [
         call(({"a": P(), "b": P()},), {"a": X, "c": X}),
         ["x: no spec for ['c']; specs for absent ['b']"],
     ),
-    (call((P(), (P(), P())), X, (X,)), ["y: the specs have 2 items here, the value has 1"]),
+    (call((P(), (P(), P())), X, (X,)), ["y: the specs have 2 items here, the value has 1: Tensor"]),
     (call(("dp",), (X,)), ["x: 'dp' is no spec; use P(...), or None for a static value"]),
     (
         call((P(), P(), P("dp"), P("dp")), X, X, torch.zeros(3), torch.zeros(5)),
@@ -179,7 +179,7 @@ RESULTS: list[tuple[Callable[[Mesh], Any], list[str]]] = [
     ),
     (
         returning(lambda x: (x, x), (P("dp"),)),
-        ["out: the specs have 1 item here, the value has 2"],
+        ["out: the specs have 1 item here, the value has 2: Tensor, Tensor"],
     ),
     (
         returning(lambda x: {"a": x}, {"b": P("dp")}),

@@ -49,7 +49,7 @@ def test_named_tuples_are_told_by_their_fields() -> None:
 @pytest.mark.parametrize(
     ("prefix", "tree", "texts"),
     [
-        ((P(), P()), (1,), ["t: the specs have 2 items here, the value has 1"]),
+        ((P(), P()), (1,), ["t: the specs have 2 items here, the value has 1: int"]),
         ([P()], (1,), ["t: the specs have a list here, the value is a tuple"]),
         ({"a": P()}, 3, ["t: the specs have a dict here, the value is a int"]),
         ({"a": P()}, {"b": 1}, ["t: no spec for ['b']; specs for absent ['a']"]),
@@ -58,7 +58,7 @@ def test_named_tuples_are_told_by_their_fields() -> None:
         (
             ({"a": P()}, (P(), P())),
             ({"a": 1, "c": 2}, (1,)),
-            ["t[0]: no spec for ['c']", "t[1]: the specs have 2 items here, the value has 1"],
+            ["t[0]: no spec for ['c']", "t[1]: the specs have 2 items here, the value has 1: int"],
         ),
     ],
 )

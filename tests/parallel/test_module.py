@@ -387,7 +387,9 @@ def test_a_forward_that_keeps_values_is_an_error() -> None:
             self.last = super().forward(x)
             return self.last
 
-    assert "  last\n" in error_of(SpecError, Keeps(8, 16).double(), {}, X)
+    text = error_of(SpecError, Keeps(8, 16).double(), {}, X)
+    assert "  last at test_module.py:" in text
+    assert ": self.last = super().forward(x)\n" in text
 
 
 class Dropped(nn.Module):

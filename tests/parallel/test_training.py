@@ -163,7 +163,9 @@ Sequential: load_state_dict got the same shards on all ranks, as 0.weight, float
 they are those of one rank, whose state_dict() has no others.
 Fix: save by shardmap_torch.saving or torch.distributed.checkpoint; or let all ranks call \
 get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), one save what it \
-returns, and all load it by set_model_state_dict with these options."""
+returns, and all load it by set_model_state_dict with these options. With the states of an \
+optimizer, which have the same shards: get_state_dict(module, optimizer, options=...) and \
+set_state_dict."""
 
 
 def load_of_one_rank(folder: str) -> None:

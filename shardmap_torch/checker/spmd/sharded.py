@@ -31,12 +31,21 @@ GATHER: Final = "gather it first, with all_gather."
 """Advice where a dim must be unsharded."""
 
 GATHERED: Final = "gather it first, with all_gather; or "
-MICROBATCHES: Final = (
+PARTS: Final = (
     f"{GATHERED}make the parts a dim of their own: microbatches by "
-    "x.view(micro, rows, ...), sharded as P(None, axis), and x.unbind(0); matrices packed in one "
-    "weight by [d, h, parts], sharded as P(None, axis), and x.unbind(-1)."
+    "x.view(micro, rows, ...), sharded as P(None, axis), and x.unbind(0)"
+)
+MICROBATCHES: Final = (
+    f"{PARTS}; matrices packed in one weight by [d, h, parts], sharded as P(None, axis), and "
+    "x.unbind(-1)."
 )
 """Advice where a sharded dim is taken apart."""
+
+POSITION: Final = (
+    "one rank alone has that position. To write there, torch.where(at == i, value, x) with "
+    f"at = torch.arange(n) + axis_index(axis) * n for a shard of n; to read, {PARTS}."
+)
+"""Advice where one entry of a sharded dim is meant."""
 
 
 @dataclass(frozen=True)

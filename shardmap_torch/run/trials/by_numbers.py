@@ -33,7 +33,7 @@ from shardmap_torch.checker.ir.repairs import (
 )
 from shardmap_torch.checker.rules.infer import is_real
 from shardmap_torch.checker.spmd.ops.advice import PER_RANK, PICKED, SENT
-from shardmap_torch.checker.spmd.sharded import MICROBATCHES
+from shardmap_torch.checker.spmd.sharded import PARTS
 from shardmap_torch.checker.verify.repairing import with_specs
 from shardmap_torch.checker.verify.request import Strictness
 from shardmap_torch.checker.verify.verdict import (
@@ -132,7 +132,7 @@ def _refuted(
 ) -> bool:
     """Adds to an error about a step what numbers refute; returns whether it says more than they."""
     rejection_of(error).refuted = refuted
-    is_elsewhere = any(advice in f"{error}" for advice in (MICROBATCHES, PER_RANK, _PICKED))
+    is_elsewhere = any(advice in f"{error}" for advice in (PARTS, PER_RANK, _PICKED))
     if is_elsewhere or "times as much" in refuted:
         propose(error, other_ops(typed.traits.reductions, ["sum", "mean"]), first=True)
     sent = {axis for e in sending if e.collective for axis in e.collective.axes}
@@ -147,7 +147,7 @@ def _refuted(
             _note(error, f"{_ELSEWHERE_WRONG.format(over, refuted)}{look}")
         return True
     # Nor does it tell of the step that is wrong if right programs that send have it as well.
-    if not any(advice in f"{error}" for advice in ("local_region", MICROBATCHES)):
+    if not any(advice in f"{error}" for advice in ("local_region", PARTS)):
         _note(error, f"Tried with numbers over {over} as well: {refuted}.")
         return True
     rejection_of(error).proposals, rejection_of(error).inputs = tuple(_turned(sending)), ()

@@ -20,7 +20,15 @@ from shardmap_torch.checker.spmd.layout import (
 )
 from shardmap_torch.checker.spmd.ops.advice import LAYERS, NUMBER, counted
 from shardmap_torch.checker.spmd.ops.dtensor_rules import by_dtensor
-from shardmap_torch.checker.spmd.sharded import GATHER, MICROBATCHES, WRAP, Sharded, Step, shards_of
+from shardmap_torch.checker.spmd.sharded import (
+    GATHER,
+    MICROBATCHES,
+    POSITION,
+    WRAP,
+    Sharded,
+    Step,
+    shards_of,
+)
 
 
 def read(step: Step) -> list[Sharded]:
@@ -191,19 +199,20 @@ def _in_place(places: Sequence[int], picked: Sequence[Dim], kept: Sequence[Dim])
 # ------------------------------------------------------------------------ parts of a dim
 
 
-def _require_all(x: ShardedTensor, dim: int) -> int:
+def _require_all(x: ShardedTensor, dim: int, advice: str = MICROBATCHES) -> int:
     if not x.dims:
         raise UnrelatedError("it takes the one entry of a number apart")
     dim %= len(x.dims)
     if axes_of(x.dims[dim]) or x.dims[dim] == ANY or step_of(x.dims[dim]) is not None:
-        raise UnrelatedError(f"it takes dim {dim} apart, which is sharded", MICROBATCHES)
+        raise UnrelatedError(f"it takes dim {dim} apart, which is sharded", advice)
     return dim
 
 
 def select(step: Step) -> list[Sharded]:
     """Lays out `x[0]` and `x.unbind()`: one dim, which must be unsharded, is gone."""
     (x,) = step.shards
-    dim = _require_all(x, step.arguments["dim"])
+    advice = POSITION if "index" in step.arguments else MICROBATCHES
+    dim = _require_all(x, step.arguments["dim"], advice)
     return [Sharded((*x.dims[:dim], *x.dims[dim + 1 :])) for _ in step.results]
 
 
