@@ -290,6 +290,13 @@ def _check_entries(plan: object) -> None:
             "parallelize takes a plan: a style, or a dict from module names to styles, not a "
             f"{type(plan).__name__}."
         )
+    classes = [key for key, x in plan.items() if isinstance(x, type) and x in KNOWN]
+    if classes:
+        made = ", ".join(f"{key!r}: {plan[key].__name__}()" for key in classes)
+        raise SpecError(
+            "parallelize: a plan has styles by module name, and here classes of them, which are "
+            f"called to make one.\nFix: {{{made}}} in the plan."
+        )
     wrong = [
         f"{show(key)}: {show(style) if isinstance(style, str) else type(style).__name__}"
         for key, style in plan.items()

@@ -117,3 +117,7 @@ def test_the_styles_are_those_of_torch() -> None:
     names = [name for name in parallel.__all__ if name.startswith(("Prepare", "Parallel"))]
     for name in (*names, "ColwiseParallel", "RowwiseParallel", "SequenceParallel"):
         assert getattr(parallel, name) is getattr(torch_parallel, name)
+
+
+def test_a_class_of_a_style_is_to_be_called() -> None:
+    hold_own(refused(nn.Sequential(nn.Linear(2, 2)), {"0": ColwiseParallel}))

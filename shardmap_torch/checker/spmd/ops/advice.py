@@ -48,8 +48,9 @@ SENT: Final = (
 """Advice where one rank's value is broadcast to the others."""
 
 PART: Final = (
-    "take each rank's own part: name the axis in its spec, or write convert(x, axis, src=R, dst=V, "
-    "dim=...)."
+    "take each rank's own part: entries by their positions, x[torch.arange(n) + axis_index(axis) * "
+    "n] for n of them; or of all, name the axis in its spec, or write convert(x, axis, src=R, "
+    "dst=V, dim=...)."
 )
 """Advice where ranks take as many entries of what is unsharded as they have of something else."""
 
