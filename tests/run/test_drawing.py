@@ -20,6 +20,7 @@ from shardmap_torch import (
     TransformError,
     all_reduce,
     assume_constant,
+    axis_size,
     check_program,
     checkpoint,
     convert,
@@ -285,7 +286,14 @@ DIFFERENT: Final[dict[str, Meshes]] = {
     "an axis that shards nothing": ((2, 2), AXES, P("tp"), PATHS["rand"]),
     "an axis of another size": ((2, 4), AXES, P("dp"), PATHS["rand"]),
     "rows of another dim": ((2, 2), AXES, P(None, "dp"), lambda x: torch.rand(x.shape[1], 1)[:1]),
+    "sums of as many as a rank has": ((2, 1), AXES, P("dp"), lambda x: sums_of_draws(x)),
 }
+
+
+def sums_of_draws(x: Tensor) -> Tensor:
+    """Of half as many numbers twice the sum is another one, unlike of equal ones."""
+    drawn = torch.rand(x.shape[0], x.shape[0]).sum(1, keepdim=True)
+    return drawn * axis_size("dp")
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

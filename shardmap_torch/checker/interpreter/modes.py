@@ -138,11 +138,10 @@ class _Functions(FunctionMode):
             out = func(*args, **kwargs)
             return out if interpreter.fake.shape_env is None else as_numbers(out)
         try:
-            given = args, kwargs
             if interpreter.repair.operands:
                 args, kwargs = proposals.repaired(interpreter, func, args, kwargs)
             out = self._call(func, args, kwargs)
-            if interpreter.repair.results and given[0] is not args:
+            if interpreter.repair.results:
                 out = proposals.with_result(interpreter, func, out)
             return out if interpreter.fake.shape_env is None else as_numbers(out)
         except (ShardTypeError, TransformError) as error:

@@ -344,11 +344,8 @@ def at_call(
         is_mean = interpreter.observer.scale_of(base_of(x)) > 1
         for kind, insert in inserts(*own, peers, is_mean):
             text = f"{insert.of(named[at][0])} in place of {named[at][0]} in {spot}"
-            repairs = (
-                Repair(text, operands={(spot, at): insert}),
-                *_own_part(spot, text, at, insert),
-            )
-            found += [(LIKELY.find(kind), each) for each in repairs]
+            found.append((LIKELY.find(kind), Repair(text, operands={(spot, at): insert})))
+            found += [(LIKELY.find(kind), each) for each in _own_part(spot, text, at, insert)]
     found.sort(key=itemgetter(0))
     operands = [x for _, x in tensors]
     states = [own for own, _ in known]

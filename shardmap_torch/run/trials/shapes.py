@@ -52,10 +52,9 @@ def compare(name: str, arguments: Mapping[str, Any]) -> None:
 def _fits(x: Tensor, dims: str, lengths: dict[str, Any]) -> bool:
     """Returns whether dims have the lengths met before, and takes down the others."""
     is_open = "*" in dims or dims == "="
-    pairs = [*_named(x, dims)]
     known = all(
         (dim.isupper() and length == 1) or lengths.setdefault(dim.lower(), length) == length
-        for dim, length in pairs
+        for dim, length in _named(x, dims)
     )
     return known and (is_open or x.ndim == len(dims))
 

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from shardmap_torch import P, ShardTypeError, make_mesh, shard_map
 from shardmap_torch.run.trials import shapes
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-MESH = make_mesh((2,), ("tp",), kind="simulated")
 QUERY = torch.randn(2, 8, 6, 4)
 
 
@@ -62,17 +59,3 @@ def test_gradients_of_a_softmax_have_the_shape_of_its_result() -> None:
     shapes.compare("_log_softmax_backward_data", {"grad_output": x, "output": x})
     with pytest.raises(RuntimeError, match="does not fit"):
         shapes.compare("_log_softmax_backward_data", {"grad_output": x[:1], "output": x})
-
-
-def test_heads_repeated_by_their_local_number_are_refused() -> None:
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    heads = P(None, "tp")
-    mapped = shard_map(
-        attention, mesh=MESH, in_specs=(heads, P(), P()), out_specs=heads, check="global"
-    )
-    q, k = (nn.Parameter(torch.randn(2, n, 6, 4, dtype=torch.float64)) for n in (8, 2))
-    with pytest.raises(ShardTypeError, match="repeat_interleave"):
-        mapped(q, k, k.detach().clone().requires_grad_())

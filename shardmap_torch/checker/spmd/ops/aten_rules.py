@@ -22,6 +22,7 @@ from shardmap_torch.checker.spmd.layout import (
     merged,
     reshape,
     settled,
+    size_of_one_rank,
     step_of,
     unsharded,
 )
@@ -138,10 +139,16 @@ def _drawn(step: Step) -> list[Sharded]:
     """Lays out independent random numbers: as many as ranks have are a shard of as many of all.
 
     Any part will do of each dim that has another size on one device, and `dims_by_size` names one.
+
+    Raises:
+        UnrelatedError: no axes are left for a dim, and its numbers differ, unlike those of a fill.
     """
     if step.shards and all(ANY not in x.dims for x in step.shards):
         return _pointwise(step)
-    return [Sharded(dims_by_size(*shapes, step.sizes, step.drawn)) for shapes in step.results]
+    found = [dims_by_size(*shapes, step.sizes, step.drawn) for shapes in step.results]
+    if any(ANY in dims for dims in found):
+        raise size_of_one_rank("a size of what it draws")
+    return list(map(Sharded, found))
 
 
 def _permuted(step: Step) -> list[Sharded]:
